@@ -1,0 +1,1 @@
+"""Rabbet: an engine that serves large language models, put together from plugins."""

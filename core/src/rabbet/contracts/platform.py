@@ -1,0 +1,143 @@
+"""Contract of a hardware platform: one class a kind of device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rabbet.contracts.support import Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+    from rabbet.contracts.layer_ops import LayerOps
+
+__all__ = ["BatchDefaults", "DeviceInfo", "GraphSession", "MemoryInfo", "Platform", "PlatformQuery", "SupportsGraphs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformQuery:
+    """What is asked of a platform: dtype and parallel shape of the model to serve."""
+
+    dtype: str
+    num_local_ranks: int = 1
+    device_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceInfo:
+    """One device. ``arch`` is what claims of manifests are compared with, e.g. ``sm_90``, ``avx512``."""
+
+    index: int
+    name: str
+    arch: str
+    total_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryInfo:
+    """Memory of a device at this moment.
+
+    Attributes:
+        total_bytes: What the process may use at most (the container's limit where there is one).
+        free_bytes: What is free now, whoever uses the rest.
+        used_by_process_bytes: What this process holds.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    used_by_process_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDefaults:
+    """Defaults of the step budgets on this hardware, for one use.
+
+    Attributes:
+        max_num_batched_tokens: Tokens a step.
+        max_num_seqs: Requests a step.
+        memory_fraction: Share of the memory for weights, activations and KV cache.
+        max_kv_cache_bytes: Ceiling of the KV cache unless the user sets a size; None is no ceiling.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    memory_fraction: float
+    max_kv_cache_bytes: int | None = None
+
+
+class Platform(ABC):
+    """A kind of device.
+
+    Order of calls: ``detect`` (any process, maybe without torch loaded by the plugin's probe), ``supports``,
+    then in each worker ``__init__`` once, ``init_device`` once, the rest at will.
+    """
+
+    device_type: ClassVar[str]
+    """``torch.device`` type, e.g. ``cpu`` or ``cuda``."""
+
+    @classmethod
+    @abstractmethod
+    def detect(cls) -> tuple[DeviceInfo, ...]:
+        """The devices present; empty and quiet if there are none. No context is created and nothing is kept."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, query: PlatformQuery) -> tuple[Refusal, ...]:
+        """Why this machine cannot serve the query; empty: it can. Pure, quick, never raises."""
+
+    @classmethod
+    @abstractmethod
+    def batch_defaults(cls, *, is_server: bool, world_size: int) -> BatchDefaults:
+        """Budgets for an online server or for offline batches."""
+
+    @classmethod
+    def default_dtype(cls, checkpoint_dtype: str) -> str:
+        """The dtype for ``--dtype auto``; as the checkpoint's unless the hardware has no fast path for it."""
+        return checkpoint_dtype
+
+    @classmethod
+    def preferences(cls, kind: str) -> tuple[str, ...]:
+        """Names that "auto" tries first for a kind (``attention``, ``linear``, ``moe``, ``executor``), best first."""
+        return ()
+
+    @abstractmethod
+    def init_device(self, *, local_rank: int, world_size: int) -> torch.device:
+        """Claim a device for this worker process: pin threads, create the context. Called once, first."""
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo:
+        """Memory of the claimed device now; consistent under allocation."""
+
+    def peak_activation_bytes(self) -> int | None:
+        """Highest memory of tensors since ``init_device``, or None where the platform cannot tell."""
+        return None
+
+    def layer_ops(self) -> LayerOps | None:
+        """The platform's fused kernels for small operations, or None for core's plain torch ones."""
+        return None
+
+    def collective_backend(self) -> str:
+        """Name of the ``torch.distributed`` backend for several ranks."""
+        return "gloo"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        return None
+
+
+class GraphSession(ABC):
+    """A captured step that can be replayed; made by ``SupportsGraphs.capture``."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Run the captured work again on the same addresses."""
+
+
+class SupportsGraphs(ABC):
+    """Optional ability of a platform: capture a callable and replay it without host work."""
+
+    @abstractmethod
+    def capture(self, work: object) -> GraphSession:
+        """Record ``work()``, a callable without arguments whose tensors keep their addresses."""

@@ -1,0 +1,48 @@
+"""What every layer of a model is built from: parallel state, types, quantisation and kernels. No global state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from rabbet.contracts.layer_ops import LayerOps
+    from rabbet.contracts.linear import LinearBackend, MoEBackend
+    from rabbet.contracts.quantization import QuantizationConfig
+    from rabbet.layers.attention import Attention
+    from rabbet.parallel.state import ParallelState
+
+__all__ = ["BuildContext"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildContext:
+    """Handed by the runner to the model, and by the model to each of its layers.
+
+    Attributes:
+        parallel: Rank, sizes and collectives.
+        dtype: Type of activations and dense parameters.
+        device: Where parameters are created.
+        linear: Kernels for dense linear layers.
+        ops: Norms, rotary embedding, gated activations.
+        moe: Kernels for dense experts, or None for the plain reference.
+        quantization: The checkpoint's method, or None.
+        block_size: Tokens a KV block.
+        kv_cache_dtype: Name of the KV-cache dtype, resolved.
+        max_model_len: Longest context; rotary tables are made for it.
+        attention_layers: Filled by attention layers as they are built, name to layer, in model order.
+    """
+
+    parallel: ParallelState
+    dtype: torch.dtype
+    device: torch.device
+    linear: LinearBackend
+    ops: LayerOps
+    moe: MoEBackend | None = None
+    quantization: QuantizationConfig | None = None
+    block_size: int = 16
+    kv_cache_dtype: str = "bfloat16"
+    max_model_len: int = 8192
+    attention_layers: dict[str, Attention] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Plain data that crosses module, thread and process borders. Imports no torch."""
