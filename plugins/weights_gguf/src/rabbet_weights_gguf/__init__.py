@@ -1,0 +1,1 @@
+"""GGUF checkpoints: metadata, tokenizer, chat template and tensors of one file."""
