@@ -1,0 +1,398 @@
+"""Decides every "auto" once, in a fixed order, in the front process and without torch.
+
+platform -> weights -> model -> dtype -> quantization -> KV dtype -> attention -> linear, MoE -> executor ->
+scheduler -> budgets. Each query knows the decisions before it, so conflicts surface here and not in a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rabbet.config.limits import Budgets, resolve_budgets
+from rabbet.config.resolved import ResolvedConfig
+from rabbet.config.schema import EngineConfig
+from rabbet.contracts.attention import AttentionQuery
+from rabbet.contracts.executor import ExecutorQuery
+from rabbet.contracts.kv_cache_dtype import KVDtypeQuery
+from rabbet.contracts.linear import LinearQuery, MoEQuery
+from rabbet.contracts.model import ModelQuery
+from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery
+from rabbet.contracts.quantization import QuantizationQuery
+from rabbet.contracts.weights import ModelFiles, ResolveQuery
+from rabbet.errors import ConfigError, UnknownPluginError, WeightsError
+from rabbet.registry import Catalog, Composition, Decision, PluginPolicy, compose, select
+
+__all__ = ["FALLBACK_ARCHITECTURE", "policy_of", "resolve"]
+
+FALLBACK_ARCHITECTURE = "*"
+"""Name under which a model plugin registers to serve architectures that no other plugin has."""
+
+PLAIN_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+logger = logging.getLogger(__name__)
+
+
+def policy_of(config: EngineConfig) -> PluginPolicy:
+    """The operator's rules for plugins."""
+    plugins = config.plugins
+    return PluginPolicy(
+        allow=tuple(plugins.allow),
+        deny=tuple(plugins.deny),
+        mode=plugins.mode,
+        prefer=dict(plugins.prefer),
+        override=dict(plugins.override),
+        is_strict=plugins.strict,
+        auto=plugins.auto,
+        files=tuple(plugins.files),
+    )
+
+
+@dataclass(slots=True)
+class _Resolver:
+    """State of one resolution: what is decided so far."""
+
+    config: EngineConfig
+    catalog: Catalog
+    decisions: list[Decision] = field(default_factory=list)
+    preferences: Any = None
+
+    def choose(self, kind: str, name: str | None, query: Any = None, *, asked_by: str = "") -> type[Any]:
+        """Decide one kind and load the class."""
+        decision = select(
+            self.catalog,
+            kind,
+            name=None if name in (None, "auto") else name,
+            query=query,
+            preferences=self.preferences(kind) if self.preferences is not None else (),
+            asked_by=asked_by,
+        )
+        self.decisions.append(decision)
+        return self.load(decision)
+
+    def load(self, decision: Decision) -> type[Any]:
+        """The class that a decision names."""
+        return compose((decision,)).load(decision.kind, decision.scope)
+
+
+def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = None) -> ResolvedConfig:
+    """Turn what the user asked for into what will run.
+
+    Args:
+        config: The user's configuration.
+        is_server: Online serving has smaller step budgets than offline batches.
+        catalog: For tests; by default what is installed.
+
+    Raises:
+        ConfigError: A value is impossible or contradicts another.
+        PluginError: A plugin is unknown, broken or refuses.
+        WeightsError: The model is not there or not readable.
+    """
+    resolver = _Resolver(config=config, catalog=catalog or Catalog.scan(policy_of(config)))
+    parallel = config.parallel
+    world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    platform, device = _platform(resolver, world_size)
+    files = _files(resolver)
+    hf = {**files.config, **config.model.hf_overrides}
+    hf_text = hf.get("text_config") or hf
+    architecture, model_class = _model(resolver, hf)
+    dtype = _dtype(config, hf_text, platform)
+    quantization = _quantization(resolver, hf, platform, device, dtype)
+    heads = _heads(hf_text, parallel.tensor_parallel_size)
+    kv_dtype = _kv_dtype(resolver, dtype, platform, device, heads)
+    query = _attention_query(config, hf_text, (dtype, kv_dtype), (platform, device), heads)
+    attention = resolver.choose("attention", config.attention.backend, query, asked_by="--attention-backend")
+    block_size = _block_size(config, attention)
+    num_experts = _kernels(resolver, hf_text, (platform, device), dtype, quantization)
+    resolver.choose(
+        "executor",
+        parallel.distributed_executor_backend or ("uni" if world_size == 1 else "mp"),
+        ExecutorQuery(world_size=world_size),
+        asked_by="--distributed-executor-backend",
+    )
+    resolver.choose("scheduler", config.scheduler.scheduling_policy, asked_by="--scheduling-policy")
+    defaults = platform.batch_defaults(is_server=is_server, world_size=world_size)
+    budgets = resolve_budgets(config, hf_text, defaults)
+    composition = compose(tuple(resolver.decisions))
+    _log(composition)
+    return ResolvedConfig(
+        config=config,
+        files=files,
+        architecture=architecture,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        block_size=block_size,
+        **_budget_fields(budgets),
+        memory_fraction=_first(config.cache.gpu_memory_utilization, defaults.memory_fraction),
+        kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
+        max_kv_cache_bytes=defaults.max_kv_cache_bytes,
+        vocab_size=int(hf_text["vocab_size"]),
+        eos_token_ids=_eos_token_ids(files, hf_text),
+        world_size=world_size,
+        arch=device.arch,
+        device_type=platform.device_type,
+        composition=composition,
+        num_experts=num_experts,
+        options=config.plugin_config,
+    )
+
+
+def _budget_fields(budgets: Budgets) -> dict[str, Any]:
+    return {
+        "max_model_len": budgets.max_model_len,
+        "is_max_model_len_auto": budgets.is_max_model_len_auto,
+        "max_num_batched_tokens": budgets.max_num_batched_tokens,
+        "max_num_seqs": budgets.max_num_seqs,
+        "is_chunked_prefill": budgets.is_chunked_prefill,
+        "is_async": budgets.is_async,
+        "notes": budgets.notes,
+    }
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _platform(resolver: _Resolver, world_size: int) -> tuple[type[Platform], DeviceInfo]:
+    config = resolver.config
+    query = PlatformQuery(
+        dtype=config.model.dtype,
+        num_local_ranks=world_size,
+        device_ids=tuple(str(item) for item in config.parallel.device_ids or ()),
+    )
+    platform = resolver.choose("platform", config.device.device, query, asked_by="--device")
+    devices = platform.detect()
+    if not devices:
+        raise ConfigError(f"--device {resolver.decisions[-1].name}: no such device on this machine", field="device")
+    resolver.preferences = platform.preferences
+    return platform, devices[0]
+
+
+def _files(resolver: _Resolver) -> ModelFiles:
+    config = resolver.config
+    query = ResolveQuery(
+        model=config.model.model,
+        revision=config.model.revision,
+        download_dir=config.load.download_dir,
+        is_offline=config.load.is_offline,
+    )
+    name = config.load.load_format
+    if name != "auto":
+        return resolver.choose("weights", name, asked_by="--load-format").resolve(query)  # type: ignore[no-any-return]
+    names = resolver.catalog.names("weights")
+    for candidate in names:
+        decision = select(resolver.catalog, "weights", name=candidate, asked_by="auto")
+        format_class = resolver.load(decision)
+        if format_class.matches(query):
+            resolver.decisions.append(decision)
+            return format_class.resolve(query)  # type: ignore[no-any-return]
+    raise WeightsError(
+        f"{query.model!r} is neither a directory with a config.json, nor a checkpoint file, nor a hub name that the "
+        f"installed formats ({', '.join(names) or 'none'}) know; check the path"
+    )
+
+
+def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str, type[Any]]:
+    """The plugin for the first architecture that has one, else the fallback, else an error that names both."""
+    config = resolver.config
+    architectures = list(hf.get("architectures") or ())
+    if not architectures:
+        raise ConfigError(
+            "config.json names no architectures; set them with --hf-overrides '{\"architectures\": [\"...\"]}'",
+            field="model",
+        )
+    installed = resolver.catalog.names("model")
+    impl = config.model.model_impl
+    wanted = [name for name in architectures if name in installed] if impl != "transformers" else []
+    if not wanted and FALLBACK_ARCHITECTURE in installed and impl in ("auto", "transformers"):
+        wanted = [FALLBACK_ARCHITECTURE]
+    name = wanted[0] if wanted else architectures[0]
+    query = ModelQuery(
+        architecture=architectures[0],
+        config=dict(hf),
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+    )
+    return name, resolver.choose("model", name, query, asked_by="architectures in config.json")
+
+
+def _dtype(config: EngineConfig, hf: Mapping[str, Any], platform: type[Platform]) -> str:
+    asked = _DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
+    if asked != "auto":
+        return asked
+    stored = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    return platform.default_dtype(stored if stored in PLAIN_DTYPES else "float32")
+
+
+def _quantization(
+    resolver: _Resolver, hf: Mapping[str, Any], platform: type[Platform], device: DeviceInfo, dtype: str
+) -> str | None:
+    config = resolver.config
+    raw = hf.get("quantization_config")
+    stored = str(raw.get("quant_method", "")) if isinstance(raw, Mapping) else ""
+    asked = config.model.quantization
+    if asked and stored and asked.replace("-", "_") != stored.replace("-", "_"):
+        raise ConfigError(
+            f"--quantization is {asked!r}, but the checkpoint was quantised with {stored!r}; leave the option out",
+            field="quantization",
+        )
+    name = asked or stored
+    if not name:
+        return None
+    query = QuantizationQuery(
+        device_type=platform.device_type,
+        arch=device.arch,
+        dtype=dtype,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        raw_config=raw if isinstance(raw, Mapping) else None,
+    )
+    try:
+        resolver.choose("quantization", name, query, asked_by="--quantization" if asked else "the checkpoint")
+    except UnknownPluginError as error:
+        raise UnknownPluginError(
+            f"the checkpoint needs the quantization method {name!r}, which no installed plugin provides. {error}"
+            if not asked
+            else str(error),
+            kind="quantization",
+            name=name,
+        ) from error
+    return resolver.decisions[-1].name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Heads:
+    """Heads of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _heads(hf: Mapping[str, Any], tensor_parallel_size: int) -> _Heads:
+    num_heads = int(_first(hf.get("num_attention_heads"), hf.get("n_head"), 1))
+    num_kv_heads = int(hf.get("num_key_value_heads") or num_heads)
+    hidden = int(_first(hf.get("hidden_size"), hf.get("n_embd"), num_heads))
+    if num_heads % tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size is {tensor_parallel_size}, but the model has {num_heads} attention heads, "
+            "which do not divide by it",
+            field="parallel.tensor_parallel_size",
+        )
+    return _Heads(
+        num_heads=num_heads // tensor_parallel_size,
+        num_kv_heads=max(1, num_kv_heads // tensor_parallel_size),
+        head_dim=int(hf.get("head_dim") or hidden // num_heads),
+    )
+
+
+def _kv_dtype(
+    resolver: _Resolver, dtype: str, platform: type[Platform], device: DeviceInfo, heads: _Heads
+) -> str:
+    asked = resolver.config.cache.kv_cache_dtype
+    asked = _DTYPE_ALIASES.get(asked, asked)
+    if asked in ("auto", dtype):
+        return dtype
+    if asked in PLAIN_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype is {asked}, but the model runs in {dtype}; use auto, or set --dtype {asked}",
+            field="cache.kv_cache_dtype",
+        )
+    query = KVDtypeQuery(
+        device_type=platform.device_type,
+        arch=device.arch,
+        dtype=dtype,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        head_dim_v=heads.head_dim,
+    )
+    resolver.choose("kv_cache_dtype", asked, query, asked_by="--kv-cache-dtype")
+    return resolver.decisions[-1].name
+
+
+def _attention_query(
+    config: EngineConfig,
+    hf: Mapping[str, Any],
+    dtypes: tuple[str, str],
+    hardware: tuple[type[Platform], DeviceInfo],
+    heads: _Heads,
+) -> AttentionQuery:
+    """The most demanding layer's query: a backend that has windows also has full attention."""
+    platform, device = hardware
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
+    return AttentionQuery(
+        device_type=platform.device_type,
+        arch=device.arch,
+        dtype=dtypes[0],
+        kv_cache_dtype=dtypes[1],
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        head_dim_v=heads.head_dim,
+        block_size=config.cache.block_size or 16,
+        window=int(window) if window else None,
+        has_soft_cap=bool(hf.get("attn_logit_softcapping")),
+    )
+
+
+def _block_size(config: EngineConfig, attention: type[Any]) -> int:
+    sizes = attention.block_sizes()
+    asked = config.cache.block_size
+    if asked is None:
+        return int(sizes[0])
+    if not any(asked % size == 0 for size in sizes):
+        raise ConfigError(
+            f"--block-size is {asked}, but the attention backend works with multiples of "
+            f"{', '.join(str(size) for size in sizes)}",
+            field="cache.block_size",
+        )
+    return asked
+
+
+def _kernels(
+    resolver: _Resolver,
+    hf: Mapping[str, Any],
+    hardware: tuple[type[Platform], DeviceInfo],
+    dtype: str,
+    quantization: str | None,
+) -> int:
+    """Decide linear and MoE kernels; returns the number of experts."""
+    platform, device = hardware
+    kernel = resolver.config.kernel
+    query = LinearQuery(device_type=platform.device_type, arch=device.arch, dtype=dtype, weight_dtype=dtype)
+    resolver.choose("linear", kernel.linear_backend, query, asked_by="--linear-backend")
+    num_experts = int(_first(hf.get("num_local_experts"), hf.get("num_experts"), hf.get("n_routed_experts"), 0))
+    if num_experts or kernel.moe_backend != "auto":
+        experts = MoEQuery(
+            device_type=platform.device_type,
+            arch=device.arch,
+            dtype=dtype,
+            num_experts=num_experts,
+            num_local_experts=num_experts,
+            top_k=int(_first(hf.get("num_experts_per_tok"), 1)),
+            activation=str(hf.get("hidden_act", "silu")),
+            scheme=quantization or "none",
+        )
+        resolver.choose("moe", kernel.moe_backend, experts, asked_by="--moe-backend")
+    return num_experts
+
+
+def _eos_token_ids(files: ModelFiles, hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """End tokens of generation_config.json, else of config.json; both may hold one id or a list."""
+    for source in (files.generation_config, hf):
+        value = source.get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list | tuple) and value:
+            return tuple(int(item) for item in value)
+    return ()
+
+
+def _log(composition: Composition) -> None:
+    for decision in composition.decisions:
+        for number, line in enumerate(decision.lines()):
+            logger.log(logging.INFO if number == 0 else logging.DEBUG, "%s", line)
+    logger.info("composition %s, %d cores visible", composition.digest[:12], len(os.sched_getaffinity(0)))
