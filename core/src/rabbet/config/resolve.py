@@ -276,15 +276,10 @@ def _heads(hf: Mapping[str, Any], tensor_parallel_size: int) -> _Heads:
     num_heads = int(_first(hf.get("num_attention_heads"), hf.get("n_head"), 1))
     num_kv_heads = int(hf.get("num_key_value_heads") or num_heads)
     hidden = int(_first(hf.get("hidden_size"), hf.get("n_embd"), num_heads))
-    if num_heads % tensor_parallel_size:
-        raise ConfigError(
-            f"--tensor-parallel-size is {tensor_parallel_size}, but the model has {num_heads} attention heads, "
-            "which do not divide by it",
-            field="parallel.tensor_parallel_size",
-        )
     return _Heads(
-        num_heads=num_heads // tensor_parallel_size,
-        num_kv_heads=max(1, num_kv_heads // tensor_parallel_size),
+        # An uneven split is padded with heads of zeros, so each rank has the same shape.
+        num_heads=-(-num_kv_heads // tensor_parallel_size) * max(1, num_heads // num_kv_heads),
+        num_kv_heads=-(-num_kv_heads // tensor_parallel_size),
         head_dim=int(hf.get("head_dim") or hidden // num_heads),
     )
 

@@ -1,0 +1,72 @@
+"""On the float32 reference, greedy tokens are those of transformers, whatever the engine does around them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbet import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+COMMON: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "max_model_len": 512}
+
+
+def run(model_dir: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """Tokens of each prompt, in order."""
+    with LLM(str(model_dir), **(COMMON | options)) as llm:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def assert_same(got: list[list[int]], expected: list[list[int]]) -> None:
+    different = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
+    assert not different, {i: (got[i], expected[i]) for i in different[:2]}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 16])
+def test_batch_size_changes_nothing(
+    batch_size: int, model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert_same(run(model_dir, prompts, max_num_seqs=batch_size), expected)
+
+
+@pytest.mark.parametrize("chunk", [16, 17, 64, 256, 2048])
+def test_chunk_size_changes_nothing(
+    chunk: int, model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert_same(run(model_dir, prompts, max_num_batched_tokens=chunk, max_num_seqs=min(16, chunk)), expected)
+
+
+def test_prefix_hits_change_nothing(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with LLM(str(model_dir), **COMMON) as llm:
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        first = llm.generate(inputs, GREEDY, use_tqdm=False)
+        second = llm.generate(inputs, GREEDY, use_tqdm=False)
+    assert all(output.num_cached_tokens > 0 for output in second)
+    for outputs in (first, second):
+        assert_same([list(output.outputs[0].token_ids) for output in outputs], expected)
+
+
+def test_no_prefix_cache_changes_nothing(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    assert_same(run(model_dir, prompts, enable_prefix_caching=False), expected)
+
+
+def test_forced_preemption_changes_nothing(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with LLM(str(model_dir), **(COMMON | {"num_gpu_blocks_override": 33, "block_size": 16, "max_model_len": 128})) as llm:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
+        num_preemptions = llm.get_metrics().num_preemptions
+    assert num_preemptions > 0
+    assert_same([list(output.outputs[0].token_ids) for output in outputs], expected)
+
+
+def test_synchronous_scheduling_changes_nothing(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert_same(run(model_dir, prompts, async_scheduling=False), expected)
+
+
+def test_two_ranks_change_nothing(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """9 query heads and 3 key heads over 2 ranks: the uneven split is padded with heads of zeros."""
+    assert_same(run(model_dir, prompts, tensor_parallel_size=2), expected)
