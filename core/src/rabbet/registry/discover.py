@@ -1,0 +1,175 @@
+"""Finds contributions in the metadata of what is installed. Imports no plugin.
+
+A distribution's manifest lies in its top-level package. The package is located, not imported: ``find_spec`` on a
+top-level name runs none of its code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, DistributionFinder, EntryPoint, MetadataPathFinder, distributions
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from rabbet.contracts.kinds import KINDS, MANIFEST_GROUP
+from rabbet.contracts.registration import normalise_name
+from rabbet.registry.entry import Entry, State
+from rabbet.registry.manifest import Manifest, Native, parse_manifest
+from rabbet.registry.policy import canonical_distribution
+
+__all__ = ["BUNDLED_AUTHOR", "Found", "discover"]
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_AUTHOR = "The Rabbet authors"
+"""Author field of the project's own distributions."""
+
+_GROUPS = {kind.group: kind.name for kind in KINDS.values()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """All contributions, and what is wrong with manifests."""
+
+    entries: tuple[Entry, ...]
+    problems: tuple[str, ...]
+
+
+def discover(path: Sequence[str] | None = None) -> Found:
+    """Scan installed distributions.
+
+    Args:
+        path: Directories to scan instead of ``sys.path``; manifests are then looked for there too.
+    """
+    entries: list[Entry] = []
+    problems: list[str] = []
+    seen: set[tuple[str, str, str, str]] = set()
+    for distribution in _distributions(path):
+        points = [point for point in distribution.entry_points if point.group in _GROUPS or point.group == MANIFEST_GROUP]
+        if not points:
+            continue
+        name, version = distribution.metadata["Name"], distribution.version
+        manifest, trouble = _manifest(points, path)
+        problems += [f"{name} {version}: {item}" for item in trouble]
+        for point in points:
+            if point.group == MANIFEST_GROUP:
+                continue
+            entry = _entry(point, distribution, manifest)
+            key = (canonical_distribution(name), entry.kind, entry.name, entry.value)
+            if key in seen:
+                logger.warning(
+                    "%s is installed twice (editable and as a wheel?); %s/%s is taken once", name, entry.kind, entry.name
+                )
+                continue
+            seen.add(key)
+            entries.append(entry)
+        problems += _without_entry_point(manifest, entries, name)
+    return Found(entries=tuple(entries), problems=tuple(problems))
+
+
+def _distributions(path: Sequence[str] | None) -> Iterable[Distribution]:
+    if path is None:
+        return distributions()
+    return MetadataPathFinder.find_distributions(DistributionFinder.Context(path=list(path)))
+
+
+def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | None) -> Entry:
+    kind = _GROUPS[point.group]
+    name = normalise_name(kind, point.name)
+    provided = manifest.find(kind, name) if manifest else None
+    state, reason = State.COMPATIBLE, ""
+    if provided is None:
+        state = State.UNDECLARED
+        reason = "its manifest has no such table" if manifest else "the distribution has no manifest"
+    elif problem := _contract_problem(kind, provided.contract):
+        state, reason = State.INCOMPATIBLE, problem
+    elif provided.native is not None and (problem := _native_problem(provided.native)):
+        state, reason = State.INCOMPATIBLE, problem
+    return Entry(
+        kind=kind,
+        name=name,
+        distribution=distribution.metadata["Name"],
+        version=distribution.version,
+        value=point.value,
+        entry_point=point,
+        provided=provided,
+        state=state,
+        reason=reason,
+        is_bundled=_is_bundled(distribution),
+    )
+
+
+def _is_bundled(distribution: Distribution) -> bool:
+    metadata = distribution.metadata
+    return BUNDLED_AUTHOR in (metadata.get("Author"), metadata.get("Maintainer"))
+
+
+def _manifest(points: Sequence[EntryPoint], path: Sequence[str] | None) -> tuple[Manifest | None, tuple[str, ...]]:
+    point = next((item for item in points if item.group == MANIFEST_GROUP), None)
+    if point is None:
+        return None, ()
+    package, _, file_name = point.value.partition(":")
+    if "." in package:
+        return None, (f"the manifest's module {package!r} must be a top-level package",)
+    directory = _package_directory(package, path)
+    if directory is None or not (directory / file_name).is_file():
+        return None, (f"the manifest {point.value} does not exist",)
+    manifest = parse_manifest((directory / file_name).read_text(encoding="utf-8"))
+    return manifest, manifest.problems
+
+
+def _package_directory(package: str, path: Sequence[str] | None) -> Path | None:
+    for root in path or ():
+        if (Path(root) / package).is_dir():
+            return Path(root) / package
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+def _without_entry_point(manifest: Manifest | None, entries: Sequence[Entry], name: str) -> list[str]:
+    if manifest is None:
+        return []
+    have = {(entry.kind, entry.name) for entry in entries if entry.distribution == name}
+    return [
+        f"{name}: the manifest declares {item.kind}/{item.name}, but there is no such entry point"
+        for item in manifest.provides
+        if (item.kind, item.name) not in have
+    ]
+
+
+def _contract_problem(kind: str, declared: str) -> str:
+    """Why the declared contract range does not hold here, or an empty string."""
+    version = KINDS[kind].version
+    try:
+        specifier = SpecifierSet(declared)
+    except InvalidSpecifier:
+        return f"its contract range {declared!r} is no version range"
+    if Version(version) in specifier:
+        return ""
+    return f"written for contract {kind} {declared}; this core speaks {version}"
+
+
+def _native_problem(native: Native) -> str:
+    """Why compiled parts cannot be loaded here, or an empty string. Asks metadata only."""
+    if not native.torch:
+        return ""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed_version
+
+    try:
+        torch = Version(installed_version("torch"))
+        fits = torch in SpecifierSet(native.torch, prereleases=True)
+    except PackageNotFoundError:
+        return f"needs torch {native.torch}, which is not installed"
+    except (InvalidSpecifier, InvalidVersion):
+        return f"its torch range {native.torch!r} is no version range"
+    return "" if fits else f"built for torch {native.torch}; {torch} is installed"

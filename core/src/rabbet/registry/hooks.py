@@ -1,0 +1,74 @@
+"""The bus for hook plugins: pluggy finds the listeners, Rabbet loads them by policy and calls them one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+
+from rabbet.contracts.hooks import HookSpecs
+from rabbet.errors import PluginError
+from rabbet.registry.catalog import Catalog
+from rabbet.registry.entry import State
+from rabbet.registry.loader import load_entry
+from rabbet.registry.policy import PluginPolicy, matches
+
+__all__ = ["HookBus"]
+
+logger = logging.getLogger(__name__)
+_MAX_FAILURES = 3
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager("rabbet")
+    manager.add_hookspecs(HookSpecs)
+    return manager
+
+
+@dataclass(slots=True)
+class HookBus:
+    """Calls every listener of a hook; one that raises disturbs no other, and is switched off after three failures."""
+
+    manager: pluggy.PluginManager = field(default_factory=_manager)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def load(cls, catalog: Catalog, policy: PluginPolicy) -> HookBus:
+        """Load hook plugins that are installed and not denied; those that add routes only if allowed by name."""
+        bus = cls()
+        for entry in catalog.of_kind("hooks"):
+            if entry.state not in (State.COMPATIBLE, State.UNDECLARED):
+                continue
+            named = any(matches(rule, entry.kind, entry.name, entry.distribution) for rule in policy.allow)
+            if (entry.provided is None or entry.provided.adds_routes) and not named:
+                logger.info("hooks/%s of %s is not loaded: allow it by name (--plugins-allow)", entry.name, entry.label)
+                continue
+            try:
+                bus.manager.register(load_entry(entry)(), name=entry.name)
+            except (PluginError, pluggy.PluginValidationError, TypeError, ValueError) as error:
+                logger.warning("hooks/%s of %s is left out: %s", entry.name, entry.label, error)
+                bus.manager.unregister(name=entry.name) if bus.manager.has_plugin(entry.name) else None
+        return bus
+
+    def call(self, hook: str, **arguments: Any) -> list[Any]:
+        """Results of all listeners that returned something, in pluggy's order."""
+        results = []
+        for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
+            name = implementation.plugin_name
+            if self.failures[name] >= _MAX_FAILURES:
+                continue
+            given = {key: arguments[key] for key in implementation.argnames}
+            try:
+                result = implementation.function(**given)
+            except Exception:  # a listener may raise anything, and must not disturb the others
+                self.failures[name] += 1
+                off = ", which is switched off now" if self.failures[name] >= _MAX_FAILURES else ""
+                logger.exception("hook %s of plugin %s failed%s", hook, name, off)
+                continue
+            self.failures[name] = 0
+            if result is not None:
+                results.append(result)
+        return results

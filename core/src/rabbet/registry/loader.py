@@ -1,0 +1,123 @@
+"""Turns an entry into a class, once, and checks that the class is what the entry point promised.
+
+A load that failed fails again with the same error: half a plugin is never used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+from typing import Any
+
+from rabbet.contracts.kinds import KINDS
+from rabbet.contracts.registration import registrations_of
+from rabbet.errors import PluginError, PluginLoadError
+from rabbet.registry._load import load_entry_point
+from rabbet.registry.entry import Entry
+
+__all__ = ["load_entry", "resolve_value", "verify_class"]
+
+logger = logging.getLogger(__name__)
+_results: dict[tuple[str, str, str], type | PluginError] = {}
+
+
+def load_entry(entry: Entry) -> type[Any]:
+    """The class behind an entry.
+
+    Raises:
+        PluginLoadError: Naming owner, version, entry point and cause. The same one each time.
+    """
+    if entry.record is not None:
+        return verify_class(entry.kind, entry.name, entry.record.target)
+    key = (entry.kind, entry.distribution, entry.value)
+    if key not in _results:
+        _results[key] = _load(entry)
+    result = _results[key]
+    if isinstance(result, PluginError):
+        raise result
+    return result
+
+
+def _load(entry: Entry) -> type | PluginError:
+    before = set(sys.modules)
+    # Written before the import: if the process dies in it, this line says which plugin it was.
+    logger.debug("loading %s/%s of %s", entry.kind, entry.name, entry.label)
+    try:
+        target = load_entry_point(entry.entry_point) if entry.entry_point is not None else resolve_value(entry.value)
+        return verify_class(entry.kind, entry.name, target)
+    except PluginError as error:
+        return error
+    except (Exception, SystemExit) as error:  # a plugin's import may raise anything
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] == entry.value.split(".")[0].split(":")[0]:
+                sys.modules.pop(name, None)
+        failure = PluginLoadError(
+            f"{entry.kind}/{entry.name} of {entry.label} failed to load ({entry.value}): {type(error).__name__}: {error}; "
+            "reinstall or remove the distribution, and see: rabbet plugins doctor " + entry.name,
+            kind=entry.kind,
+            name=entry.name,
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def resolve_value(value: str) -> Any:
+    """Import ``module:qualname``."""
+    module_name, _, qualname = value.partition(":")
+    target: Any = importlib.import_module(module_name)
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def verify_class(kind: str, name: str, target: Any) -> type[Any]:
+    """Check base class, decorator, missing methods and call shapes.
+
+    Raises:
+        PluginLoadError: Saying what the class lacks and in which contract it stands.
+    """
+    label = f"{kind}/{name} ({getattr(target, '__module__', '?')}:{getattr(target, '__qualname__', target)})"
+
+    def fail(problem: str) -> PluginLoadError:
+        return PluginLoadError(f"{label} {problem}", kind=kind, name=name)
+
+    if not isinstance(target, type):
+        raise fail("is no class")
+    base = resolve_value(KINDS[kind].base)
+    if not issubclass(target, base):
+        raise fail(f"does not derive from {KINDS[kind].base.replace(':', '.')}")
+    if not any(record.kind == kind for record in registrations_of(target)):
+        raise fail("lacks the decorator of its kind (rabbet.contracts.register_...), or another class carries it")
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    if missing:
+        raise fail(f"lacks {', '.join(missing)}, which the contract {kind} {KINDS[kind].version} asks for")
+    for method in sorted(getattr(base, "__abstractmethods__", ())):
+        problem = _call_shape_problem(getattr(base, method), getattr(target, method))
+        if problem:
+            raise fail(f"has {method}{problem}")
+    return target
+
+
+def _call_shape_problem(contract: Any, method: Any) -> str:
+    """Why ``method`` cannot be called as the contract calls its own, or an empty string."""
+    if not callable(contract) or not callable(method):
+        return ""
+    try:
+        wanted, have = inspect.signature(contract), inspect.signature(method)
+        positional = [
+            object()
+            for parameter in wanted.parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            and parameter.default is parameter.empty
+        ]
+        keywords = {
+            parameter.name: object() for parameter in wanted.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY
+        }
+        have.bind(*positional, **keywords)
+    except TypeError as error:
+        return f"{inspect.signature(method)}, but the contract calls it as {inspect.signature(contract)}: {error}"
+    except ValueError:
+        return ""
+    return ""

@@ -1,0 +1,47 @@
+"""One-file plugins: ``--plugin ./file.py`` loads a module by its path, under a name made from its hash.
+
+Other processes load the same file by path and check the same hash, so that what runs is what was decided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from rabbet.errors import PluginLoadError
+
+__all__ = ["module_name", "stage_file"]
+
+
+def module_name(path: Path) -> str:
+    """Name of the module that a file becomes: stem and content hash."""
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise PluginLoadError(f"--plugin {path}: {error.strerror}") from error
+    return f"rabbet_file_{path.stem}_{digest[:16]}"
+
+
+def stage_file(path: Path) -> str:
+    """Import the file once, so that its decorators stage what it registers; returns the module's name.
+
+    Raises:
+        PluginLoadError: If the file cannot be read or fails to import.
+    """
+    path = path.expanduser().resolve()
+    name = module_name(path)
+    if name in sys.modules:
+        return name
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginLoadError(f"--plugin {path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a plugin's code may raise anything
+        sys.modules.pop(name, None)
+        raise PluginLoadError(f"--plugin {path} failed to import: {type(error).__name__}: {error}") from error
+    return name

@@ -1,0 +1,177 @@
+"""The one rule of selection, for every kind: what is named is obeyed or refused; only "auto" may pass over."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rabbet.contracts.kinds import KINDS
+from rabbet.contracts.support import Refusal
+from rabbet.errors import (
+    IncompatiblePluginError,
+    PluginError,
+    PluginPolicyError,
+    PluginRefusedError,
+    UnknownPluginError,
+)
+from rabbet.registry.catalog import Catalog
+from rabbet.registry.decision import Decision, Rejection
+from rabbet.registry.entry import Entry, State
+from rabbet.registry.loader import load_entry
+
+__all__ = ["claim_refusals", "select"]
+
+logger = logging.getLogger(__name__)
+
+
+def select(
+    catalog: Catalog,
+    kind: str,
+    *,
+    name: str | None,
+    query: Any = None,
+    scope: str = "target",
+    preferences: Sequence[str] = (),
+    asked_by: str = "",
+) -> Decision:
+    """Choose a plugin.
+
+    Args:
+        catalog: What is there.
+        kind: Kind of plugin.
+        name: An explicit choice (obeyed, or an error), or None for "auto".
+        query: Handed to the plugin's ``supports``; None asks nothing.
+        scope: What the choice is for.
+        preferences: Names that "auto" tries first, best first.
+        asked_by: The option that named it, for messages.
+
+    Raises:
+        PluginError: Of the kind that says what is wrong; for "auto", if nothing is usable.
+    """
+    if name is not None:
+        entry = catalog.find(kind, name)
+        _require_selectable(entry)
+        refusals = _refusals(load_entry(entry), query)
+        if refusals:
+            raise PluginRefusedError(_refused(kind, entry, refusals, asked_by), kind=kind, name=entry.name, refusals=refusals)
+        return _decision(entry, scope, asked_by or KINDS[kind].chosen_by, ())
+    return _auto(catalog, kind, query, scope, preferences)
+
+
+def _auto(catalog: Catalog, kind: str, query: Any, scope: str, preferences: Sequence[str]) -> Decision:
+    rejected: list[Rejection] = []
+    chosen: Entry | None = None
+    for entry in _ordered(catalog, kind, preferences):
+        if chosen is not None:
+            rejected.append(_rejection(entry, State.NOT_NEEDED))
+            continue
+        state, reasons = _try(catalog, entry, query)
+        if state is State.CHOSEN:
+            chosen = entry
+            continue
+        rejected.append(_rejection(entry, state, reasons))
+        if state in (State.BROKEN, State.REFUSED):
+            text = f"{kind}/{entry.name} of {entry.label} was passed over, {state.value}: {'; '.join(reasons)}"
+            if catalog.policy.is_strict:
+                raise PluginPolicyError(f"{text} (--plugins-strict)", kind=kind, name=entry.name)
+            if state is State.BROKEN:
+                logger.warning("%s", text)
+    if chosen is None:
+        rows = "\n".join(f"  {item.name}: {item.state}: {'; '.join(item.reasons)}" for item in rejected)
+        error = PluginRefusedError if rejected else UnknownPluginError
+        what = f"no installed {kind} plugin can be used:\n{rows}" if rejected else f"no {kind} plugin is installed"
+        raise error(f"{what}; install one that fits, and see: rabbet plugins list", kind=kind)
+    return _decision(chosen, scope, "auto", tuple(rejected))
+
+
+def _ordered(catalog: Catalog, kind: str, preferences: Sequence[str]) -> list[Entry]:
+    """Platform's preference, then priority, then name; one entry a name, duplicates decided by the policy."""
+    order = {name: index for index, name in enumerate(preferences)}
+    entries: dict[str, Entry] = {}
+    for entry in catalog.of_kind(kind):
+        if entry.name not in entries:
+            entries[entry.name] = entry
+        elif entry.state is not State.DENIED and entries[entry.name].state is not State.DENIED:
+            entries[entry.name] = catalog.find(kind, entry.name)
+    return sorted(entries.values(), key=lambda entry: (order.get(entry.name, len(order)), -entry.priority, entry.name))
+
+
+def _try(catalog: Catalog, entry: Entry, query: Any) -> tuple[State, tuple[str, ...]]:
+    """How far "auto" gets with one candidate, cheapest checks first."""
+    if entry.state is not State.COMPATIBLE:
+        return entry.state, (entry.reason,)
+    if not entry.is_bundled and catalog.policy.auto != "any":
+        return State.DENIED, ("auto takes bundled plugins only; name it, or pass --plugins-auto any",)
+    refusals = claim_refusals(entry, query)
+    if refusals:
+        return State.REFUSED, tuple(f"manifest: {item}" for item in refusals)
+    try:
+        refusals = _refusals(load_entry(entry), query)
+    except PluginError as error:
+        return State.BROKEN, (str(error),)
+    if refusals:
+        return State.REFUSED, tuple(str(item) for item in refusals)
+    return State.CHOSEN, ()
+
+
+def claim_refusals(entry: Entry, query: Any) -> tuple[Refusal, ...]:
+    """What the manifest's claims already rule out. A claim about a fact that the query lacks rules nothing out."""
+    claims = entry.provided.claims if entry.provided else {}
+    refusals = []
+    for claim, attribute in (("device", "device_type"), ("arch", "arch"), ("dtype", "dtype"), ("head_dim", "head_dim")):
+        allowed, value = claims.get(claim), getattr(query, attribute, None)
+        if allowed and value not in (None, "") and not any(_claimed(value, pattern) for pattern in allowed):
+            refusals.append(Refusal(code=claim.upper(), message=f"{value} not in {list(allowed)}"))
+    return tuple(refusals)
+
+
+def _claimed(value: Any, pattern: Any) -> bool:
+    return value == pattern or (isinstance(pattern, str) and fnmatch.fnmatchcase(str(value), pattern))
+
+
+def _refusals(target: type[Any], query: Any) -> tuple[Refusal, ...]:
+    supports = getattr(target, "supports", None)
+    return tuple(supports(query)) if query is not None and supports is not None else ()
+
+
+def _require_selectable(entry: Entry) -> None:
+    label = f"{entry.kind}/{entry.name} of {entry.label}"
+    if entry.state is State.DENIED:
+        raise PluginPolicyError(f"{label} is {entry.reason}", kind=entry.kind, name=entry.name)
+    if entry.state is State.INCOMPATIBLE:
+        raise IncompatiblePluginError(
+            f"{label} cannot be used: {entry.reason}; upgrade the plugin or the core", kind=entry.kind, name=entry.name
+        )
+
+
+def _refused(kind: str, entry: Entry, refusals: Sequence[Refusal], asked_by: str) -> str:
+    reasons = "; ".join(str(item) for item in refusals)
+    return f"{asked_by or KINDS[kind].chosen_by}: {kind}/{entry.name} of {entry.label} cannot be used here: {reasons}"
+
+
+def _rejection(entry: Entry, state: State, reasons: Sequence[str] = ()) -> Rejection:
+    return Rejection(
+        name=entry.name,
+        distribution=entry.label,
+        priority=entry.priority,
+        state=state.value,
+        reasons=tuple(reason for reason in reasons if reason),
+    )
+
+
+def _decision(entry: Entry, scope: str, asked_by: str, rejected: tuple[Rejection, ...]) -> Decision:
+    return Decision(
+        kind=entry.kind,
+        scope=scope,
+        name=entry.name,
+        value=entry.value,
+        distribution=entry.distribution,
+        version=entry.version,
+        contract=KINDS[entry.kind].version,
+        priority=entry.priority,
+        asked_by=asked_by,
+        rejected=rejected,
+        file=str(entry.file or ""),
+    )
