@@ -1,0 +1,76 @@
+"""Combinations of options that contradict each other or are not possible; each is refused with what to do."""
+
+from __future__ import annotations
+
+import logging
+
+from rabbet.config.schema import EngineConfig, ParallelConfig, ServerConfig
+from rabbet.errors import ConfigError
+
+__all__ = ["check_conflicts"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: Naming the options.
+    """
+    _check_parallel(engine.parallel)
+    length = engine.model.max_model_len
+    if isinstance(length, int) and length < 1 and length != -1:
+        raise ConfigError(f"--max-model-len is {length}, but must be positive, or auto", field="model.max_model_len")
+    if engine.model.runner == "pooling" or engine.model.convert in ("embed", "classify"):
+        raise ConfigError(
+            "--runner pooling and --convert need a pooler, which no installed plugin provides; use --runner generate",
+            field="model.runner",
+        )
+    if server.enable_auto_tool_choice and not server.tool_call_parser:
+        raise ConfigError(
+            "--enable-auto-tool-choice needs --tool-call-parser, which says how the model writes calls",
+            field="server.enable_auto_tool_choice",
+        )
+    for given, missing, option in (
+        (server.ssl_certfile, server.ssl_keyfile, "--ssl-keyfile"),
+        (server.ssl_keyfile, server.ssl_certfile, "--ssl-certfile"),
+    ):
+        if given and not missing:
+            raise ConfigError(f"TLS needs a certificate and its key: {option} is missing", field=option.strip("-"))
+    if any(not key for key in server.api_key):
+        raise ConfigError("--api-key is empty; give a key or leave the option out", field="server.api_key")
+    transfer = engine.kv_transfer
+    if transfer is not None and transfer.kv_connector and not transfer.kv_role:
+        raise ConfigError(
+            "--kv-transfer-config.kv_connector needs kv_role: kv_producer, kv_consumer or kv_both", field="kv_transfer.kv_role"
+        )
+    speculative = engine.speculative
+    if speculative is not None and speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+        raise ConfigError(
+            f"prompt_lookup_min is {speculative.prompt_lookup_min}, more than prompt_lookup_max "
+            f"{speculative.prompt_lookup_max}",
+            field="speculative.prompt_lookup_min",
+        )
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {size}; this release runs tensor parallelism only, so leave it at 1",
+                field=f"parallel.{name}",
+            )
+    ids = parallel.device_ids
+    if ids is None:
+        return
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"--device-ids names a device twice: {ids}", field="parallel.device_ids")
+    if len({type(item) for item in ids}) > 1:
+        raise ConfigError(f"--device-ids mixes numbers and UUIDs: {ids}; use one kind", field="parallel.device_ids")
+    if len(ids) < parallel.tensor_parallel_size:
+        raise ConfigError(
+            f"--device-ids names {len(ids)} devices, but --tensor-parallel-size needs {parallel.tensor_parallel_size}",
+            field="parallel.device_ids",
+        )

@@ -1,0 +1,139 @@
+"""The table of flags, made from the schema: each field has one flag, one environment variable, one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from rabbet.config import schema
+from rabbet.config.values import kinds_of
+
+__all__ = ["ALIASES", "SHORT", "Flag", "Section", "flags", "sections"]
+
+_NESTED_ONLY = ("attention", "speculative", "kv_transfer", "kv_events", "structured_outputs", "compilation", "plugins")
+"""Sections whose fields have no flag of their own, only ``--NAME-config.field``."""
+
+ALIASES = {
+    "attention-backend": "attention.backend",
+    "plugins": "plugins.mode",
+    "plugins-allow": "plugins.allow",
+    "plugins-deny": "plugins.deny",
+    "plugins-strict": "plugins.strict",
+    "plugins-auto": "plugins.auto",
+    "plugin-prefer": "plugins.prefer",
+    "plugin-override": "plugins.override",
+    "plugin": "plugins.files",
+    "spec-method": "speculative.method",
+    "spec-model": "speculative.model",
+    "spec-tokens": "speculative.num_speculative_tokens",
+    "cudagraph-capture-sizes": "compilation.cudagraph_capture_sizes",
+    "max-cudagraph-capture-size": "compilation.max_cudagraph_capture_size",
+    "device-memory-utilization": "cache.gpu_memory_utilization",
+    "policy": "scheduler.scheduling_policy",
+    "offline": "load.is_offline",
+    "scheduler-cls": "scheduler.scheduling_policy",
+}
+"""Further spellings of single fields."""
+
+SHORT = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-q": "quantization",
+    "-ac": "attention-config",
+    "-cc": "compilation-config",
+    "-sc": "speculative-config",
+    "-O": "optimization-level",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One field.
+
+    Attributes:
+        name: Flag without dashes.
+        path: ``section.field`` (or ``server.field``).
+        annotation: The field's type.
+        default: The field's default.
+        description: The help text.
+        group: Heading under which help lists it.
+    """
+
+    name: str
+    path: str
+    annotation: Any
+    default: Any
+    description: str
+    group: str
+
+    @property
+    def environment(self) -> str:
+        """Name of the variable that sets it."""
+        return "RABBET_" + self.name.upper().replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value: ``--x`` and ``--no-x``."""
+        return bool in kinds_of(self.annotation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One section of the configuration: ``--NAME-config`` takes it as JSON."""
+
+    name: str
+    cls: type
+    title: str
+
+
+@cache
+def sections() -> dict[str, Section]:
+    """Sections by name, the server's included."""
+    found = {"server": Section(name="server", cls=schema.ServerConfig, title="Server")}
+    for name, annotation in get_type_hints(schema.EngineConfig).items():
+        cls = next((kind for kind in kinds_of(annotation) if dataclasses.is_dataclass(kind)), None)
+        if isinstance(cls, type):
+            found[name] = Section(name=name, cls=cls, title=(cls.__doc__ or name).strip().rstrip("."))
+    return found
+
+
+@cache
+def flags() -> dict[str, Flag]:
+    """Every flag by name, aliases included."""
+    table = {flag.name: flag for flag in _from_schema()}
+    by_path = {flag.path: flag for flag in table.values()}
+    for alias, path in ALIASES.items():
+        table[alias] = dataclasses.replace(by_path[path], name=alias)
+    return {name: flag for name, flag in table.items() if "." not in name}
+
+
+def _from_schema() -> Iterator[Flag]:
+    for section in sections().values():
+        for flag in _fields(section.cls, section.name, section.title):
+            if section.name in _NESTED_ONLY:
+                flag = dataclasses.replace(flag, name=f"{section.name.replace('_', '-')}-config.{flag.name}")
+            yield flag
+    for flag in _fields(schema.EngineConfig, "", "Everything else"):
+        if flag.path not in sections():
+            yield flag
+
+
+def _fields(cls: type, section: str, title: str) -> Iterator[Flag]:
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        default = field.default
+        description = getattr(default, "description", None) or ""
+        if hasattr(default, "get_default"):
+            default = default.get_default(call_default_factory=True)
+        yield Flag(
+            name=field.name.replace("_", "-"),
+            path=f"{section}.{field.name}" if section else field.name,
+            annotation=hints[field.name],
+            default=default,
+            description=description,
+            group=title,
+        )

@@ -1,0 +1,134 @@
+"""Turns the text of a flag, an environment variable or a JSON value into a Python value."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from rabbet.errors import ConfigError, shorten
+
+__all__ = ["json_with_sizes", "kinds_of", "parse_size", "parse_text"]
+
+_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgtKMGT])")
+_FACTORS = {letter: 1000**power for power, letter in enumerate("kmgt", 1)} | {
+    letter: 1024**power for power, letter in enumerate("KMGT", 1)
+}
+_OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\w.])[+-]?\d+(?:\.\d+)?[kmgtKMGT](?![\w.])')
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+def parse_size(text: str, *, field: str) -> int:
+    """An integer, with ``k m g t`` as powers of 1000 (fractions allowed) or ``K M G T`` as powers of 1024.
+
+    Raises:
+        ConfigError: Naming the field.
+    """
+    stripped = text.strip()
+    match = _SIZE.fullmatch(stripped)
+    if match is None:
+        try:
+            return int(stripped.replace("_", ""))
+        except ValueError:
+            raise ConfigError(
+                f"{field} is {shorten(text)}, but must be an integer; k m g t (1000) and K M G T (1024) may follow it",
+                field=field,
+            ) from None
+    number, letter = match.groups()
+    if "." not in number:
+        return int(number) * _FACTORS[letter]
+    if letter.isupper():
+        raise ConfigError(
+            f"{field} is {shorten(text)}: fractions go with k m g t (powers of 1000) only; write whole {letter}", field=field
+        )
+    whole, _, fraction = number.partition(".")
+    exact = int(whole + fraction) * _FACTORS[letter]
+    return exact // 10 ** len(fraction)
+
+
+def json_with_sizes(text: str, *, field: str) -> Any:
+    """A JSON document in which unquoted numbers may carry a size suffix."""
+
+    def replace(match: re.Match[str]) -> str:
+        token = match.group()
+        return token if token.startswith('"') else str(parse_size(token, field=field))
+
+    try:
+        return json.loads(_OUTSIDE_STRINGS.sub(replace, text))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{field} is no valid JSON: {error.msg} at character {error.pos} of {shorten(text)}", field=field
+        ) from None
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """The plain types inside an annotation: ``int | Literal["auto"] | None`` gives ``{int, "auto", None}``."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return kinds_of(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return set().union(*(kinds_of(item) for item in get_args(annotation)))
+    if origin is Literal:
+        return set(get_args(annotation))
+    if annotation is type(None):
+        return {None}
+    return {origin or annotation}
+
+
+def parse_text(text: str, annotation: Any, *, field: str) -> Any:
+    """The value of ``text`` for a field of type ``annotation``.
+
+    Raises:
+        ConfigError: Naming the field, the text and what it must be.
+    """
+    kinds = kinds_of(annotation)
+    lowered = text.strip().casefold()
+    if None in kinds and lowered in ("none", "null"):
+        return None
+    if bool in kinds:
+        if lowered in _TRUE + _FALSE:
+            return lowered in _TRUE
+        raise ConfigError(f"{field} is {shorten(text)}, but must be true or false", field=field)
+    literals = [kind for kind in kinds if isinstance(kind, str)]
+    if lowered in literals:
+        return lowered
+    if text in literals:
+        return text
+    if dict in kinds:
+        return _mapping(text, field)
+    if list in kinds:
+        return _listing(text, annotation, field)
+    if int in kinds or any(isinstance(kind, int) for kind in kinds):
+        return parse_size(text, field=field)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{field} is {shorten(text)}, but must be a number", field=field) from None
+    return text
+
+
+def _mapping(text: str, field: str) -> Any:
+    if text.lstrip().startswith("{"):
+        return json_with_sizes(text, field=field)
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{field} is {shorten(text)}, but must be a JSON object or key=value", field=field)
+    return {key.strip(): value}
+
+
+def _listing(text: str, annotation: Any, field: str) -> Any:
+    if text.lstrip().startswith("["):
+        return json_with_sizes(text, field=field)
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    return [int(item) if item.lstrip("-").isdigit() and _holds_ints(annotation) else item for item in items]
+
+
+def _holds_ints(annotation: Any) -> bool:
+    return any(
+        int in kinds_of(item)
+        for option in (get_args(annotation) or (annotation,))
+        for item in (get_args(option) if get_origin(option) is list else (option,))
+    )
