@@ -1,0 +1,174 @@
+"""The attention layer of a model: its constants, its cache spec, and the call into the chosen backend.
+
+Shapes: T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from rabbet.contracts.attention import AttentionLayerSpec
+from rabbet.contracts.quantization import KVCacheMethod
+from rabbet.errors import ConfigError
+from rabbet.layers.context import BuildContext
+from rabbet.layers.forward_context import get_forward_context
+from rabbet.types.kv import CacheKind, KVCacheSpec
+
+__all__ = ["Attention", "LocalHeads", "local_heads"]
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalHeads:
+    """Heads of one rank.
+
+    Each rank holds ``num_kv_heads`` key heads with the query heads that belong to them. Where the heads do not divide
+    by the ranks, the last ranks are filled up with heads whose weights are zero: their output is zero, and so is what
+    they add to the sum over ranks.
+
+    Attributes:
+        num_heads: Query heads of a rank, padding included.
+        num_kv_heads: Key heads of a rank, padding included.
+        first_kv_head: This rank's first key head in the model.
+        num_real_kv_heads: How many of this rank's key heads the model has.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    first_kv_head: int
+    num_real_kv_heads: int
+
+
+def local_heads(num_heads: int, num_kv_heads: int, *, rank: int, world_size: int) -> LocalHeads:
+    """Divide heads over ranks.
+
+    Raises:
+        ConfigError: If there are more ranks than key heads and the query heads of one key head cannot be divided.
+    """
+    group = num_heads // num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{num_heads} query heads do not divide over {num_kv_heads} key heads", field="model")
+    if num_kv_heads >= world_size:
+        per_rank = -(-num_kv_heads // world_size)
+        first = rank * per_rank
+        real = max(0, min(per_rank, num_kv_heads - first))
+        return LocalHeads(
+            num_heads=per_rank * group, num_kv_heads=per_rank, first_kv_head=first, num_real_kv_heads=real
+        )
+    if world_size % num_kv_heads or num_heads % world_size:
+        raise ConfigError(
+            f"--tensor-parallel-size is {world_size}, which fits neither {num_kv_heads} key heads nor {num_heads} query "
+            "heads; use a divisor of one of them",
+            field="parallel.tensor_parallel_size",
+        )
+    copies = world_size // num_kv_heads
+    return LocalHeads(
+        num_heads=num_heads // world_size, num_kv_heads=1, first_kv_head=rank // copies, num_real_kv_heads=1
+    )
+
+
+class Attention(nn.Module):
+    """Paged attention over the layer's own KV cache, which the runner binds through the forward context."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        context: BuildContext,
+        prefix: str,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Create the layer and enter it in ``context.attention_layers``.
+
+        Args:
+            num_heads: Query heads of this rank.
+            num_kv_heads: Key heads of this rank.
+            head_dim: Size of a head.
+            scale: Factor of the logits.
+            context: Build context.
+            prefix: Name of the layer, unique in the model.
+            window: Sliding window in tokens, or None.
+            soft_cap: Cap of the logits, or None.
+            sinks: [H] learned logits, or None.
+        """
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = context.block_size
+        self.kv_cache_dtype = context.kv_cache_dtype
+        self.k_scale = 1.0
+        self.v_scale = 1.0
+        self.spec = AttentionLayerSpec(name=prefix, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        self.quant_method: KVCacheMethod | None = None
+        if context.quantization is not None:
+            method = context.quantization.get_quant_method(self, prefix)
+            if isinstance(method, KVCacheMethod):
+                self.quant_method = method
+                method.create_weights(self)
+        if prefix in context.attention_layers:
+            raise ValueError(f"two attention layers are called {prefix}")
+        context.attention_layers[prefix] = self
+
+    def process_weights_after_loading(self) -> None:
+        """Take scales from the checkpoint."""
+        if self.quant_method is not None:
+            self.quant_method.process_weights_after_loading(self)
+            self.spec = replace(self.spec, k_scale=self.k_scale, v_scale=self.v_scale)
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """The cache that this layer needs."""
+        item = _ITEM_BYTES.get(self.kv_cache_dtype, 1)
+        return KVCacheSpec(
+            kind=CacheKind.FULL_ATTENTION if self.spec.window is None else CacheKind.SLIDING_WINDOW,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            dtype=self.kv_cache_dtype,
+            page_size_bytes=2 * self.block_size * self.num_kv_heads * self.head_dim * item,
+            window=self.spec.window,
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            q: [T, H * D] or [T, H, D].
+            k: [T, K * D] or [T, K, D], rotated.
+            v: Likewise.
+
+        Returns:
+            [T, H * D], contiguous.
+        """
+        num_tokens = q.shape[0]
+        out = torch.empty((num_tokens, self.num_heads, self.head_dim), dtype=q.dtype, device=q.device)
+        context = get_forward_context()
+        name = self.spec.name
+        cache = context.kv_caches.get(name)
+        if cache is None:
+            # Memory is being profiled: the size of the output is all that matters.
+            return out.zero_().view(num_tokens, -1)
+        if context.connector is not None:
+            context.connector.wait_for_layer(name)
+        context.backends[name].forward(
+            self.spec,
+            q.view(num_tokens, self.num_heads, self.head_dim),
+            k.view(num_tokens, self.num_kv_heads, self.head_dim),
+            v.view(num_tokens, self.num_kv_heads, self.head_dim),
+            cache,
+            context.metadata[name],
+            out,
+        )
+        if context.connector is not None:
+            context.connector.save_layer(name)
+        return out.view(num_tokens, -1)

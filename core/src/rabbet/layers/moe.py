@@ -1,0 +1,125 @@
+"""A layer of gated experts: routing here, the products in the MoE backend or the quantisation method.
+
+Shapes: T tokens, N hidden size, X experts, A experts a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbet.contracts.quantization import FusedMoEMethod
+from rabbet.layers.context import BuildContext
+from rabbet.layers.linear import copy_checked, take_part
+from rabbet.layers.reference import TorchMoEBackend
+
+__all__ = ["FusedMoE", "UnquantizedFusedMoEMethod"]
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethod):
+    """Dense experts through the MoE backend of the build context."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        weight_loader: Any,
+    ) -> None:
+        """``gate_up`` [X, 2I, N] and ``down`` [X, N, I]."""
+        shapes = {
+            "gate_up": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
+            "down": (num_experts, hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            values = torch.zeros(shape, dtype=params_dtype, device=layer.context.device)
+            parameter = nn.Parameter(values, requires_grad=False)
+            parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack."""
+        layer.packed = layer.backend.pack(layer.gate_up.data, layer.down.data)
+
+    def apply(
+        self, layer: nn.Module, x_TI: torch.Tensor, topk_weights_TA: torch.Tensor, topk_ids_TA: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``FusedMoEMethod``."""
+        return layer.backend.apply(x_TI, layer.packed, topk_weights_TA, topk_ids_TA, None)  # type: ignore[no-any-return]
+
+
+class FusedMoE(nn.Module):
+    """Routed experts, each divided over ranks by its inner size.
+
+    Checkpoint shards are loaded with ``shard_id`` ``(expert, "gate" | "up" | "down")``.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        context: BuildContext,
+        prefix: str,
+        renormalize: bool = True,
+    ) -> None:
+        """Create experts.
+
+        Args:
+            num_experts: X.
+            top_k: A.
+            hidden_size: N.
+            intermediate_size: Inner size of an expert over all ranks.
+            context: Build context.
+            prefix: Name of the layer.
+            renormalize: Whether the weights of the chosen experts are scaled to a sum of 1.
+        """
+        super().__init__()
+        self.context = context
+        self.prefix = prefix
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.inner = -(-intermediate_size // context.parallel.tp_size)
+        self.backend = context.moe or TorchMoEBackend()
+        self.packed: Any = None
+        method = context.quantization.get_quant_method(self, prefix) if context.quantization else None
+        self.quant_method = method if isinstance(method, FusedMoEMethod) else UnquantizedFusedMoEMethod()
+        self.quant_method.create_weights(
+            self,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=self.inner,
+            params_dtype=context.dtype,
+            weight_loader=self.load_shard,
+        )
+
+    def load_shard(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: tuple[int, str]) -> None:
+        """Copy this rank's part of one expert's matrix."""
+        expert, part = shard_id
+        rank = self.context.parallel.tp_rank
+        if part == "down":
+            copy_checked(parameter.data[expert], take_part(tensor, 1, self.inner, rank), self.prefix)
+            return
+        start = 0 if part == "gate" else self.inner
+        target = parameter.data[expert].narrow(0, start, self.inner)
+        copy_checked(target, take_part(tensor, 0, self.inner, rank), self.prefix)
+
+    def process_weights_after_loading(self) -> None:
+        """Let the method repack what was loaded."""
+        self.quant_method.process_weights_after_loading(self)
+
+    def forward(self, x_TN: torch.Tensor, router_logits_TX: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts, over all ranks."""
+        weights = torch.softmax(router_logits_TX.float(), dim=-1)
+        topk_weights, topk_ids = torch.topk(weights, self.top_k, dim=-1)
+        if self.renormalize:
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        out = self.quant_method.apply(self, x_TN, topk_weights, topk_ids.int())
+        return self.context.parallel.all_reduce(out)

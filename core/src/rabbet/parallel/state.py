@@ -1,0 +1,67 @@
+"""Ranks and their collectives, as an object that is handed to layers; nothing is asked of torch.distributed directly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ParallelState", "init_parallel"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelState:
+    """This rank's place among the ranks that share each layer.
+
+    Attributes:
+        tp_rank: 0 .. tp_size - 1.
+        tp_size: Ranks that share a layer.
+        group: The process group, or None for one rank.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    group: Any = None
+
+    @classmethod
+    def single(cls) -> ParallelState:
+        """One rank: every collective returns its input."""
+        return cls()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.tp_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenation of all ranks' tensors along ``dim``; all have the same shape."""
+        if self.tp_size == 1:
+            return tensor
+        import torch
+        import torch.distributed as dist
+
+        parts = [torch.empty_like(tensor) for _ in range(self.tp_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, dim=dim)
+
+
+def init_parallel(*, rank: int, world_size: int, init_method: str, backend: str) -> ParallelState:
+    """Join the ranks; blocks until all have come.
+
+    Args:
+        rank: This rank.
+        world_size: All ranks.
+        init_method: As for ``torch.distributed.init_process_group``, e.g. ``file:///...``.
+        backend: ``gloo``, ``nccl``, ...
+    """
+    if world_size == 1:
+        return ParallelState.single()
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    return ParallelState(rank, world_size, dist.group.WORLD)

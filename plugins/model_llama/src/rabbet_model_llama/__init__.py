@@ -1,0 +1,1 @@
+"""Llama and the models that share its form: Mistral, SmolLM2."""

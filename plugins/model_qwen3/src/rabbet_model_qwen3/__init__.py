@@ -1,0 +1,1 @@
+"""Qwen2, Qwen2.5 and Qwen3, dense."""
