@@ -1,1 +1,5 @@
+"""KV cache bookkeeping: blocks, hashes, groups. No torch."""
 
+from rabbet.kv.manager import BlockKVManager
+
+__all__ = ["BlockKVManager"]

@@ -1,1 +1,1 @@
-
+"""Which tokens are computed in each step. No torch."""

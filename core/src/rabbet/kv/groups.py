@@ -1,0 +1,125 @@
+"""Divides layers into cache groups and memory into blocks, and says how much fits.
+
+Layers with equal specs form a group. Groups share one pool: a block id belongs to one group at a time, and layer i
+of every group uses tensor i, so a pool block costs one page in each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rabbet.errors import ConfigError
+from rabbet.types.kv import CacheKind, KVCacheConfig, KVCacheGroup, KVCacheSpec, KVCacheTensor
+
+__all__ = [
+    "blocks_for_one_request",
+    "build_cache_config",
+    "bytes_for_one_request",
+    "capacity_tokens",
+    "max_concurrency",
+    "max_len_that_fits",
+    "page_bytes",
+]
+
+
+def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Layers by spec, in the order in which the specs first come.
+
+    Groups may hold different numbers of layers: the pool's block then has a page in as many tensors as the largest
+    group has layers, and the smaller groups leave some unused.
+
+    Raises:
+        ConfigError: If pages of two specs differ in size.
+    """
+    by_spec: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in specs.items():
+        by_spec.setdefault(spec, []).append(name)
+    sizes = {spec.page_size_bytes for spec in by_spec}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"layers of this model need KV pages of different sizes ({', '.join(str(s) for s in sorted(sizes))} bytes), "
+            "which this release cannot share one pool between",
+            field="cache",
+        )
+    return tuple(
+        KVCacheGroup(group_id=index, spec=spec, layer_names=tuple(names))
+        for index, (spec, names) in enumerate(by_spec.items())
+    )
+
+
+def page_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
+    """Bytes that one block of the pool costs over all tensors."""
+    if not groups:
+        return 0
+    return max(len(group.layer_names) for group in groups) * groups[0].spec.page_size_bytes
+
+
+def build_cache_config(
+    specs: Mapping[str, KVCacheSpec], available_bytes: int, num_blocks_override: int | None = None
+) -> KVCacheConfig:
+    """Groups, tensors and the number of blocks.
+
+    Args:
+        specs: Layer to spec.
+        available_bytes: What the cache may take.
+        num_blocks_override: Exactly that many blocks instead.
+    """
+    groups = group_layers(specs)
+    size = page_bytes(groups)
+    num_blocks = num_blocks_override if num_blocks_override is not None else available_bytes // max(size, 1)
+    num_tensors = max((len(group.layer_names) for group in groups), default=0)
+    tensors = tuple(
+        KVCacheTensor(
+            size_bytes=num_blocks * groups[0].spec.page_size_bytes,
+            layer_names=tuple(group.layer_names[i] for group in groups if i < len(group.layer_names)),
+        )
+        for i in range(num_tensors)
+    )
+    return KVCacheConfig(num_blocks=num_blocks, groups=groups, tensors=tensors)
+
+
+def _blocks(spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
+    """Blocks that one request of ``num_tokens`` holds at most in a group."""
+    if spec.kind is CacheKind.STATE_SPACE:
+        return 1
+    if spec.kind is CacheKind.SLIDING_WINDOW and spec.window is not None:
+        # The window, the tokens of a step, and a block that neither end fills.
+        num_tokens = min(num_tokens, spec.window - 1 + max_step_tokens + spec.block_size)
+    return -(-num_tokens // spec.block_size)
+
+
+def blocks_for_one_request(groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int = 1 << 30) -> int:
+    """Blocks over all groups that one request of ``num_tokens`` needs."""
+    return sum(_blocks(group.spec, num_tokens, max_step_tokens) for group in groups)
+
+
+def bytes_for_one_request(specs: Mapping[str, KVCacheSpec], max_model_len: int) -> int:
+    """Bytes of a cache that holds exactly one request of the longest context, the null block included."""
+    groups = group_layers(specs)
+    return (blocks_for_one_request(groups, max_model_len) + 1) * page_bytes(groups)
+
+
+def max_len_that_fits(specs: Mapping[str, KVCacheSpec], num_blocks: int, limit: int) -> int:
+    """The longest context, up to ``limit``, of which one request fits into ``num_blocks``; 0 if none does."""
+    groups = group_layers(specs)
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for_one_request(groups, middle) <= num_blocks - 1:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def max_concurrency(config: KVCacheConfig, max_model_len: int) -> float:
+    """How many requests of the longest context fit at once."""
+    needed = blocks_for_one_request(config.groups, max_model_len)
+    return (config.num_blocks - 1) / needed if needed else float("inf")
+
+
+def capacity_tokens(config: KVCacheConfig) -> int:
+    """Tokens that the cache holds if every block is full."""
+    if not config.groups:
+        return 0
+    return (config.num_blocks - 1) // len(config.groups) * config.groups[0].spec.block_size
