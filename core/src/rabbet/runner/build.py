@@ -1,0 +1,87 @@
+"""Builds the model of one rank: platform, kernels, layers, weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbet.config.resolved import ResolvedConfig, load_hf_config
+from rabbet.contracts.platform import Platform
+from rabbet.errors import ConfigError
+from rabbet.layers import BuildContext
+from rabbet.layers.reference import TorchLayerOps
+from rabbet.parallel import ParallelState
+from rabbet.weights.dummy import fill_with_noise
+from rabbet.weights.load import finish_loading, load_weights
+
+__all__ = ["BuiltModel", "build_model"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltModel:
+    """A loaded model and what it was built from."""
+
+    model: Any
+    context: BuildContext
+    weights_bytes: int
+
+
+def build_model(
+    resolved: ResolvedConfig,
+    platform: Platform,
+    *,
+    device: torch.device,
+    parallel: ParallelState,
+    progress: Callable[[str, int], None] | None = None,
+) -> BuiltModel:
+    """Build and load.
+
+    Raises:
+        WeightsError: If the checkpoint does not fit the model.
+    """
+    composition = resolved.composition
+    context = BuildContext(
+        parallel=parallel,
+        dtype=getattr(torch, resolved.dtype),
+        device=device,
+        linear=composition.load("linear")(),
+        ops=platform.layer_ops() or TorchLayerOps(),
+        moe=composition.load("moe")() if composition.get("moe") else None,
+        quantization=_quantization(resolved),
+        block_size=resolved.block_size,
+        kv_cache_dtype=resolved.kv_cache_dtype,
+        max_model_len=resolved.max_model_len,
+    )
+    config = load_hf_config(resolved.files, resolved.config.model.hf_overrides)
+    model_class = composition.load("model")
+    format_class = composition.load("weights")
+    with torch.device(device):
+        model = model_class(config=config, context=context)
+    if composition.name("weights") == "dummy":
+        size = fill_with_noise(model)
+        finish_loading(model)
+    else:
+        rules = model_class.weight_rules(config)
+        report = load_weights(model, rules, format_class.tensors(resolved.files), progress=progress)
+        size = sum(p.numel() * context.dtype.itemsize for p in model.parameters()) or report.size_bytes
+        logger.info("weights: %d tensors in %.1f s", report.num_tensors, report.seconds)
+    if not context.attention_layers:
+        raise ConfigError("the model has no attention layers", field="model")
+    assert isinstance(model, nn.Module)
+    return BuiltModel(model=model.eval(), context=context, weights_bytes=size)
+
+
+def _quantization(resolved: ResolvedConfig) -> Any:
+    decision = resolved.composition.get("quantization")
+    if decision is None:
+        return None
+    stored = resolved.files.config.get("quantization_config") or {}
+    settings = {**stored, **resolved.config.model.quantization_config}
+    return resolved.composition.load("quantization").from_config(settings)

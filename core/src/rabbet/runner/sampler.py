@@ -1,0 +1,109 @@
+"""Draws tokens. The draw of output token i of a request depends on its seed, on i and on its own logits alone.
+
+One uniform number a token, from a counter-based hash of (seed, i), is put through the inverse of the filtered
+distribution's cumulative function. So neither the batch, nor chunking, nor preemption, nor drafts change a sample:
+a draft is accepted iff it is the token that would have been drawn, which is rejection sampling for a deterministic
+draft (acceptance probability p(draft), and the emitted token always follows p).
+
+Source of the hash: splitmix64, Steele et al., OOPSLA 2014.
+
+Shapes: B rows, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rabbet.runner.inputs import SampleRow
+
+__all__ = ["draw", "uniform"]
+
+_MASK = (1 << 64) - 1
+_CANDIDATES = 512
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) for token ``index`` of a request with ``seed``."""
+    state = _mix((seed & _MASK) ^ _mix(index + 0x632BE59BD9B4E019))
+    return (state >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def draw(logits_BV: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+    """One token a row, int64 [B]; logits are float32 and already adjusted."""
+    tokens = logits_BV.argmax(dim=-1)
+    random = [i for i, sample in enumerate(rows) if not sample.row.sampling.is_greedy]
+    if not random:
+        return tokens
+    plain = [i for i in random if _is_unfiltered(rows[i])]
+    filtered = [i for i in random if not _is_unfiltered(rows[i])]
+    for indices, function in ((plain, _draw_plain), (filtered, _draw_filtered)):
+        if indices:
+            chosen = logits_BV[indices] / _column(logits_BV, [rows[i].row.sampling.temperature for i in indices])
+            numbers = [uniform(rows[i].row.seed, rows[i].output_index) for i in indices]
+            tokens[indices] = function(chosen, numbers, [rows[i] for i in indices])
+    return tokens
+
+
+def _is_unfiltered(sample: SampleRow) -> bool:
+    sampling = sample.row.sampling
+    return sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
+
+
+def _column(like: torch.Tensor, values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(1)
+
+
+def _draw_plain(logits_BV: torch.Tensor, numbers: list[float], _rows: list[SampleRow]) -> torch.Tensor:
+    """Inverse cumulative function over the whole vocabulary, in id order."""
+    return _invert(torch.softmax(logits_BV, dim=-1), numbers)
+
+
+def _invert(weights_BC: torch.Tensor, numbers: list[float]) -> torch.Tensor:
+    """Index of the first cumulative weight above u times the total; entries of weight zero are never chosen."""
+    cumulative = weights_BC.double().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = _column(weights_BC, numbers, torch.float64) * total
+    index = torch.searchsorted(cumulative, target, right=True)
+    # Rounding could lead past the last entry with weight: the last one where the sum still grew is taken then.
+    last = torch.searchsorted(cumulative, total, right=False)
+    return torch.minimum(index, last).squeeze(1)
+
+
+def _draw_filtered(logits_BV: torch.Tensor, numbers: list[float], rows: list[SampleRow]) -> torch.Tensor:
+    """min-p, top-k and top-p over the likeliest candidates; all of them are sorted only where that is not enough."""
+    vocab_size = logits_BV.shape[-1]
+    widest = max(sample.row.sampling.top_k or _CANDIDATES for sample in rows)
+    count = min(vocab_size, max(_CANDIDATES, widest))
+    probabilities = torch.softmax(logits_BV, dim=-1)
+    values, ids = probabilities.topk(count, dim=-1)
+    weights, is_enough = _filter(values, rows, is_all=count == vocab_size)
+    if not is_enough:
+        values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+        weights, _ = _filter(values, rows, is_all=True)
+    return ids.gather(1, _invert(weights, numbers).unsqueeze(1)).squeeze(1)
+
+
+def _filter(values_BC: torch.Tensor, rows: list[SampleRow], *, is_all: bool) -> tuple[torch.Tensor, bool]:
+    """Weights of sorted candidates after all filters, and whether candidates beyond them would have been dropped too."""
+    sampling = [sample.row.sampling for sample in rows]
+    count = values_BC.shape[1]
+    top_k = torch.tensor([item.top_k or 1 << 40 for item in sampling], device=values_BC.device).unsqueeze(1)
+    top_p = _column(values_BC, [item.top_p for item in sampling], torch.float64)
+    min_p = _column(values_BC, [item.min_p for item in sampling])
+    ranks = torch.arange(count, device=values_BC.device).unsqueeze(0)
+    kept = (values_BC >= values_BC[:, :1] * min_p) & (ranks < top_k)
+    weights = torch.where(kept, values_BC, torch.zeros_like(values_BC)).double()
+    has_tail = kept[:, -1:] & (not is_all)
+    # Mass that top-p refers to: what min-p and top-k left. With a tail it is the whole distribution.
+    total = torch.where(has_tail, torch.ones_like(weights[:, :1]), weights.sum(-1, keepdim=True))
+    before = weights.cumsum(dim=-1) - weights
+    within = (before < top_p * total) | (ranks == 0)
+    is_enough = bool((~has_tail | ~within[:, -1:]).all())
+    return torch.where(within, weights, torch.zeros_like(weights)), is_enough

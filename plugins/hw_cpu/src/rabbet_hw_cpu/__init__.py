@@ -1,0 +1,1 @@
+"""CPUs: the platform, paged attention, dense linear layers and small fused operations."""

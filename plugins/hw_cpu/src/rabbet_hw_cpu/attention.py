@@ -1,0 +1,160 @@
+"""The attention backend ``cpu``: compiled kernels where there are some, plain torch otherwise.
+
+Shapes: T tokens, B requests, H query heads, K key/value heads, D head size, S slots of a block.
+
+Cache layout ``hsd-1``: [block, 2, K, S, D]; a head's keys of one block are contiguous, so that a decode reads each
+of them as one stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rabbet.contracts import Refusal, register_attention_backend
+from rabbet.contracts.attention import AttentionBackend, AttentionLayerSpec, AttentionQuery, KVLayout
+from rabbet.types.kv import KVCacheSpec
+from rabbet_hw_cpu import native
+
+if TYPE_CHECKING:
+    import torch
+
+    from rabbet.contracts.batch import AttentionBatch
+
+__all__ = ["CpuAttention", "attend_reference", "store_reference"]
+
+_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step's batch, and the pointers that the kernel takes."""
+
+    batch: AttentionBatch
+    arguments: native.StepArguments | None
+
+
+@register_attention_backend("cpu")
+class CpuAttention(AttentionBackend):
+    """Paged attention for chunks, decodes and drafts in one call."""
+
+    @classmethod
+    def supports(cls, query: AttentionQuery) -> tuple[Refusal, ...]:
+        """float32 and bfloat16 caches of the model's type, causal, head sizes up to 256 in steps of 16."""
+        refusals = []
+
+        def refuse(code: str, message: str, fix: str = "") -> None:
+            refusals.append(Refusal(code=code, message=message, fix=fix))
+
+        if query.device_type != "cpu":
+            refuse("DEVICE", f"runs on cpu, not on {query.device_type}")
+        if query.dtype not in ("float32", "bfloat16"):
+            refuse("DTYPE", f"{query.dtype}; float32 and bfloat16 are supported", "--dtype bfloat16")
+        if query.kv_cache_dtype != query.dtype:
+            refuse("KV_DTYPE", f"a {query.kv_cache_dtype} cache under {query.dtype}", "--kv-cache-dtype auto")
+        if query.head_dim != query.head_dim_v:
+            refuse("HEAD_DIM", f"key heads of {query.head_dim} and value heads of {query.head_dim_v}")
+        if query.head_dim > _MAX_HEAD_DIM or query.head_dim % 16:
+            refuse("HEAD_DIM", f"{query.head_dim}; multiples of 16 up to {_MAX_HEAD_DIM} are supported")
+        if query.num_heads % max(query.num_kv_heads, 1):
+            refuse("HEADS", f"{query.num_heads} query heads over {query.num_kv_heads} key heads")
+        if query.block_size % 16:
+            refuse("BLOCK_SIZE", f"{query.block_size}; multiples of 16 are supported", "--block-size 16")
+        if query.has_alibi:
+            refuse("ALIBI", "ALiBi slopes are not implemented")
+        if not query.is_causal:
+            refuse("CAUSAL", "attention that is not causal is not implemented")
+        for feature in sorted(query.features - {"mixed_batch", "sliding_window", "soft_cap", "sinks", "gqa"}):
+            refuse("FEATURE", f"{feature} is not implemented")
+        return tuple(refusals)
+
+    @classmethod
+    def kv_layout(cls, spec: KVCacheSpec) -> KVLayout:
+        """See the module's first lines."""
+        return KVLayout(
+            name="hsd-1",
+            axes=("kv", "head", "slot", "dim"),
+            shape=(2, spec.num_kv_heads, spec.block_size, spec.head_dim),
+            dtype=spec.dtype,
+        )
+
+    @classmethod
+    def block_sizes(cls) -> tuple[int, ...]:
+        """Any multiple of 16."""
+        return (16,)
+
+    def build_metadata(self, batch: AttentionBatch) -> _Step:
+        """The batch, with its pointers."""
+        return _Step(batch, native.step_arguments(batch, self.context.spec.block_size))
+
+    def forward(
+        self,
+        layer: AttentionLayerSpec,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: _Step,
+        out_THE: torch.Tensor,
+    ) -> None:
+        """See ``AttentionBackend``."""
+        if metadata.arguments is not None and native.attention(
+            layer, q_THD, k_TKD, v_TKE, kv_cache, metadata.arguments, out_THE
+        ):
+            return
+        store_reference(k_TKD, v_TKE, kv_cache, metadata.batch)
+        attend_reference(layer, q_THD, kv_cache, metadata.batch, out_THE)
+
+
+def store_reference(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch) -> None:
+    """Write keys and values to their slots; slots of -1 are skipped."""
+    slots = batch.slot_mapping[: batch.num_tokens]
+    if (slots < 0).any():
+        kept = (slots >= 0).nonzero().squeeze(1)
+        slots, k_TKD, v_TKD = slots[kept], k_TKD[kept], v_TKD[kept]
+    block_size = kv_cache.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    count = slots.shape[0]
+    kv_cache[blocks, 0, :, offsets] = k_TKD[:count]
+    kv_cache[blocks, 1, :, offsets] = v_TKD[:count]
+
+
+def attend_reference(
+    layer: AttentionLayerSpec,
+    q_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: AttentionBatch,
+    out_THD: torch.Tensor,
+) -> None:
+    """Request by request, with the scores in float32."""
+    import torch
+
+    starts, lengths = batch.query_start_cpu.tolist(), batch.seq_lens_cpu.tolist()
+    block_size = kv_cache.shape[3]
+    num_heads, num_kv_heads = q_THD.shape[1], kv_cache.shape[2]
+    for index in range(batch.num_requests):
+        start, end, length = starts[index], starts[index + 1], lengths[index]
+        if end == start:
+            continue
+        first = 0 if layer.window is None else max(0, length - (end - start) - layer.window + 1) // block_size
+        blocks = batch.block_table[index, first : -(-length // block_size)].long()
+        pages = kv_cache[blocks].transpose(0, 1).transpose(1, 2).flatten(2, 3)[:, :, : length - first * block_size].float()
+        q = q_THD[start:end].float().view(end - start, num_kv_heads, num_heads // num_kv_heads, -1)
+        scores = torch.einsum("qkgd,kld->kgql", q, pages[0]) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        keys = torch.arange(first * block_size, length)
+        queries = torch.arange(length - (end - start), length).unsqueeze(1)
+        hidden = keys > queries
+        if layer.window is not None:
+            hidden |= keys <= queries - layer.window
+        scores.masked_fill_(hidden, float("-inf"))
+        if layer.sinks is not None:
+            sinks = layer.sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, end - start, 1)
+            weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        # Unused slots may hold NaN, and 0 * NaN is NaN: hidden values are taken out by hand.
+        values = pages[1]
+        out = torch.einsum("kgql,kld->qkgd", weights, values)
+        out_THD[start:end] = out.reshape(end - start, num_heads, -1).to(out_THD.dtype)
