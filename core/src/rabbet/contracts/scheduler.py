@@ -181,6 +181,10 @@ class Scheduler(ABC):
         """Whether any request is unfinished."""
 
     @abstractmethod
+    def request_ids(self) -> list[str]:
+        """Ids of all unfinished requests."""
+
+    @abstractmethod
     def stats(self) -> SchedulerStats:
         """Numbers for metrics; cheap."""
 

@@ -1,1 +1,1 @@
-
+"""Front ends: text in, text out. No torch."""

@@ -427,6 +427,10 @@ class _TokenScheduler(Scheduler):
         """See ``Scheduler``."""
         return bool(self._requests)
 
+    def request_ids(self) -> list[str]:
+        """See ``Scheduler``."""
+        return list(self._requests)
+
     def stats(self) -> SchedulerStats:
         """See ``Scheduler``."""
         counters = self._counters

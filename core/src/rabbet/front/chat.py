@@ -1,0 +1,157 @@
+"""Renders conversations with the model's chat template, in a sandbox that cannot change or reach anything.
+
+Source: the template interface of transformers (names and functions that templates may use).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rabbet.errors import InvalidRequestError
+
+__all__ = ["normalise_messages", "render_chat"]
+
+_ROLES = {"developer": "system"}
+_RESERVED = ("messages", "tools", "add_generation_prompt", "documents", "chat_template", "tokenize")
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt of a conversation.
+
+    Args:
+        template: Jinja source.
+        messages: As clients send them.
+        special_tokens: ``bos_token`` and the like.
+        tools: Tools that the model may call.
+        add_generation_prompt: End with the start of an answer.
+        continue_final_message: End inside the last message, so that the model goes on with it.
+        variables: Further values for the template.
+
+    Raises:
+        InvalidRequestError: If messages are malformed or the template refuses them.
+    """
+    plain = normalise_messages(messages)
+    given = {key: value for key, value in (variables or {}).items() if key not in _RESERVED}
+    try:
+        text = _compiled(template).render(
+            messages=plain,
+            tools=list(tools) if tools else None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            **{**special_tokens, **given},
+        )
+    except jinja2.TemplateError as error:
+        raise InvalidRequestError(f"the chat template refuses these messages: {error.message}", field="messages") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise InvalidRequestError(
+            f"the chat template cannot render these messages ({type(error).__name__})", field="messages"
+        ) from error
+    return _cut_after(text, plain) if continue_final_message else text
+
+
+def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: text parts joined, ``developer`` as ``system``, None as empty text.
+
+    Raises:
+        InvalidRequestError: Naming the message and the field.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty", field="messages")
+    plain = []
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise InvalidRequestError(f"messages[{index}] has no role", field="messages")
+        content = _text(message.get("content"), index)
+        entry: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
+        for key in ("name", "tool_call_id"):
+            if message.get(key) is not None:
+                entry[key] = message[key]
+        if message.get("tool_calls"):
+            entry["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+        if reasoning:
+            entry["reasoning_content"] = reasoning
+        plain.append(entry)
+    return plain
+
+
+def _text(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"messages[{index}].content must be text or a list of parts", field="messages")
+    pieces = []
+    for part in content:
+        if isinstance(part, str):
+            pieces.append(part)
+        elif isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text", "refusal"):
+            pieces.append(str(part.get("text") or part.get("refusal") or ""))
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidRequestError(
+                f"messages[{index}].content has a part of type {kind!r}; this model takes text only", field="messages"
+            )
+    return "".join(pieces)
+
+
+def _tool_call(call: Any) -> Any:
+    """Templates expect arguments as an object; clients send them as JSON text."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except json.JSONDecodeError:
+            pass
+    return {**call, "function": function}
+
+
+def _cut_after(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Cut what the template put behind the last message."""
+    last = str(messages[-1]["content"]).rstrip()
+    position = text.rfind(last)
+    if not last or position < 0:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message whose text the template keeps", field="continue_final_message"
+        )
+    return text[: position + len(last)]
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidRequestError(f"the chat template is wrong at line {error.lineno}: {error.message}", field="chat_template") from error
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

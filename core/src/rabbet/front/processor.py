@@ -1,0 +1,179 @@
+"""Turns a prompt and its parameters into engine requests; every limit is checked here, as the caller's error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rabbet.errors import ContextLengthError, InvalidRequestError, shorten
+from rabbet.front.tokenizer import Tokenizer
+from rabbet.types.request import EngineRequest
+from rabbet.types.sampling import SamplingParams
+
+__all__ = ["Processor", "Prompt", "TokenizedPrompt"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the last two may hold ``cache_salt``."""
+
+_MAX_SALT_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt as tokens, with its text where there was one."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class Processor:
+    """Checks and tokenises for one engine."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_logprobs: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._max_logprobs = max_logprobs
+        self._eos_token_ids = list(eos_token_ids)
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
+        """Tokens of a prompt in any of its forms.
+
+        Raises:
+            InvalidRequestError: If it is empty, of no known form, or holds ids outside the vocabulary.
+        """
+        salt = None
+        if isinstance(prompt, Mapping):
+            salt = self._salt(prompt.get("cache_salt"))
+            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known:
+                raise InvalidRequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", field="prompt")
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("the tokenizer is off (skip_tokenizer_init); give token ids", field="prompt")
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            if not ids:
+                raise InvalidRequestError("prompt is empty", field="prompt", value=prompt)
+            return TokenizedPrompt(prompt, ids, salt)
+        return TokenizedPrompt(None, self._ids(prompt), salt)
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, list | tuple) or isinstance(prompt, str):
+            raise InvalidRequestError(
+                f"prompt is {shorten(prompt)}, but must be text or a list of token ids", field="prompt", value=prompt
+            )
+        if not prompt:
+            raise InvalidRequestError("prompt is empty", field="prompt", value=[])
+        for token_id in prompt:
+            is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"prompt holds {shorten(token_id)}; token ids go from 0 to {self._vocab_size - 1}",
+                    field="prompt",
+                    value=token_id,
+                )
+        return list(prompt)
+
+    @staticmethod
+    def _salt(salt: Any) -> str | None:
+        if salt is None:
+            return None
+        if not isinstance(salt, str) or not 1 <= len(salt) <= _MAX_SALT_CHARS or not salt.isprintable():
+            raise InvalidRequestError(
+                f"cache_salt must be printable text of 1 to {_MAX_SALT_CHARS} characters", field="cache_salt", value=salt
+            )
+        return salt
+
+    def check_salt(self, salt: Any) -> str | None:
+        """A salt that may be used, or None.
+
+        Raises:
+            InvalidRequestError: If it is empty, too long, or not printable.
+        """
+        return self._salt(salt)
+
+    def make_request(
+        self,
+        prompt: TokenizedPrompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        arrival_time_s: float,
+        priority: int = 0,
+        clamp_max_tokens: bool = False,
+    ) -> EngineRequest:
+        """The engine's form of one request (``n`` is 1).
+
+        Args:
+            prompt: Its tokens.
+            sampling: Its parameters.
+            request_id: A fresh id.
+            arrival_time_s: ``time.time()``.
+            priority: Lower goes first.
+            clamp_max_tokens: Lower a ``max_tokens`` beyond the context instead of refusing it.
+
+        Raises:
+            ContextLengthError: With limit, prompt tokens and asked output.
+            InvalidRequestError: For ids outside the vocabulary and the like.
+        """
+        sampling.check_against_model(vocab_size=self._vocab_size, max_logprobs=self._max_logprobs)
+        num_prompt = len(prompt.token_ids)
+        room = self.max_model_len - num_prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens, but the context is {self.max_model_len} tokens long and needs room "
+                "for at least one output token; shorten the prompt",
+                field="prompt",
+                value=num_prompt,
+            )
+        wanted = room if sampling.max_tokens is None else sampling.max_tokens
+        if wanted > room and not clamp_max_tokens:
+            raise ContextLengthError(
+                f"max_tokens is {wanted} and the prompt has {num_prompt} tokens, but the context is {self.max_model_len} "
+                f"tokens long; shorten the prompt, or ask for at most {room} tokens",
+                field="max_tokens",
+                value=wanted,
+            )
+        max_tokens = min(wanted, room)
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {sampling.min_tokens}, but only {max_tokens} tokens can be generated",
+                field="min_tokens",
+                value=sampling.min_tokens,
+            )
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            eos_token_ids=[] if sampling.ignore_eos else self._eos_token_ids,
+            bad_words_token_ids=self._bad_words(sampling.bad_words),
+            arrival_time_s=arrival_time_s,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+        )
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it stands at the start of a text and after a space."""
+        if not words:
+            return []
+        if self.tokenizer is None:
+            raise InvalidRequestError("bad_words needs the tokenizer, which is off", field="bad_words")
+        sequences: list[list[int]] = []
+        for word in words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences

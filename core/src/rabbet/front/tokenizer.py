@@ -1,0 +1,157 @@
+"""Text to token ids and back, without torch: the fast tokenizer of tokenizer.json, or transformers' where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rabbet.errors import ConfigError
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class _Backend(Protocol):
+    """What both tokenizer libraries can do."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def id_to_token(self, token_id: int) -> str | None: ...
+    def special_ids(self) -> set[int]: ...
+    def size(self) -> int: ...
+
+
+class _Fast:
+    """The ``tokenizers`` library."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Library
+
+        self._library = Library.from_file(str(path))
+        self._library.no_truncation()
+        self._library.no_padding()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._library.id_to_token(token_id)  # type: ignore[no-any-return]
+
+    def special_ids(self) -> set[int]:
+        added = self._library.get_added_tokens_decoder()
+        return {token_id for token_id, token in added.items() if token.special}
+
+    def size(self) -> int:
+        return self._library.get_vocab_size(with_added_tokens=True)  # type: ignore[no-any-return]
+
+
+class _Slow:
+    """transformers, for models without a tokenizer.json."""
+
+    def __init__(self, directory: Path, *, trust_remote_code: bool) -> None:
+        from transformers import AutoTokenizer
+
+        self._library: Any = AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._library.encode(text, add_special_tokens=add_special_tokens)  # type: ignore[no-any-return]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._library.decode(  # type: ignore[no-any-return]
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._library.convert_ids_to_tokens(token_id)  # type: ignore[no-any-return]
+
+    def special_ids(self) -> set[int]:
+        return set(self._library.all_special_ids)
+
+    def size(self) -> int:
+        return len(self._library)
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        special_tokens: ``bos_token``, ``eos_token``, ... as text, for templates.
+        chat_template: The model's own template, or None.
+        special_ids: Ids of special tokens.
+        size: Number of ids, added ones included.
+    """
+
+    def __init__(self, backend: _Backend, *, special_tokens: dict[str, str], chat_template: str | None) -> None:
+        self._backend = backend
+        self.special_tokens = special_tokens
+        self.chat_template = chat_template
+        self.special_ids = backend.special_ids()
+        self.size = backend.size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary give nothing."""
+        return self._backend.decode([token_id for token_id in ids if 0 <= token_id < self.size], skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """One token as text, special ones included."""
+        return self._backend.decode([token_id], False) if 0 <= token_id < self.size else ""
+
+
+def load_tokenizer(directory: Path, *, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a model's directory.
+
+    Raises:
+        ConfigError: If it is not readable.
+    """
+    settings = _settings(directory)
+    fast = directory / "tokenizer.json"
+    try:
+        backend: _Backend = (
+            _Fast(fast)
+            if fast.is_file() and mode != "slow"
+            else _Slow(directory, trust_remote_code=trust_remote_code)
+        )
+    except Exception as error:  # both libraries raise plain exceptions of their own
+        raise ConfigError(f"the tokenizer in {directory} cannot be read: {error}", field="model.tokenizer") from error
+    special = {key: text for key in _SPECIAL_KEYS if (text := _token_text(settings.get(key))) is not None}
+    return Tokenizer(backend, special_tokens=special, chat_template=_template(directory, settings))
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no readable JSON file: {error}", field="model.tokenizer") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _template(directory: Path, settings: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
