@@ -33,13 +33,17 @@ class LocalHeads:
     Attributes:
         num_heads: Query heads of a rank, padding included.
         num_kv_heads: Key heads of a rank, padding included.
+        first_head: This rank's first query head in the model.
         first_kv_head: This rank's first key head in the model.
+        num_real_heads: How many of this rank's query heads the model has.
         num_real_kv_heads: How many of this rank's key heads the model has.
     """
 
     num_heads: int
     num_kv_heads: int
+    first_head: int
     first_kv_head: int
+    num_real_heads: int
     num_real_kv_heads: int
 
 
@@ -49,15 +53,20 @@ def local_heads(num_heads: int, num_kv_heads: int, *, rank: int, world_size: int
     Raises:
         ConfigError: If there are more ranks than key heads and the query heads of one key head cannot be divided.
     """
-    group = num_heads // num_kv_heads
-    if num_heads % num_kv_heads:
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads do not divide over {num_kv_heads} key heads", field="model")
+    group = num_heads // num_kv_heads
     if num_kv_heads >= world_size:
         per_rank = -(-num_kv_heads // world_size)
-        first = rank * per_rank
-        real = max(0, min(per_rank, num_kv_heads - first))
+        first = min(rank * per_rank, num_kv_heads)
+        real = min(per_rank, num_kv_heads - first)
         return LocalHeads(
-            num_heads=per_rank * group, num_kv_heads=per_rank, first_kv_head=first, num_real_kv_heads=real
+            num_heads=per_rank * group,
+            num_kv_heads=per_rank,
+            first_head=first * group,
+            first_kv_head=first,
+            num_real_heads=real * group,
+            num_real_kv_heads=real,
         )
     if world_size % num_kv_heads or num_heads % world_size:
         raise ConfigError(
@@ -65,9 +74,15 @@ def local_heads(num_heads: int, num_kv_heads: int, *, rank: int, world_size: int
             "heads; use a divisor of one of them",
             field="parallel.tensor_parallel_size",
         )
-    copies = world_size // num_kv_heads
+    # More ranks than key heads: each key head stands on several ranks, its query heads are divided among them.
+    per_rank, copies = num_heads // world_size, world_size // num_kv_heads
     return LocalHeads(
-        num_heads=num_heads // world_size, num_kv_heads=1, first_kv_head=rank // copies, num_real_kv_heads=1
+        num_heads=per_rank,
+        num_kv_heads=1,
+        first_head=rank * per_rank,
+        first_kv_head=rank // copies,
+        num_real_heads=per_rank,
+        num_real_kv_heads=1,
     )
 
 

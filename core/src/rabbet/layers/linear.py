@@ -5,7 +5,7 @@ Shapes: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from rabbet.contracts.quantization import LinearMethod
 from rabbet.errors import WeightsError
 from rabbet.layers.attention import local_heads
 from rabbet.layers.context import BuildContext
+from rabbet.layers.shards import Part, copy_checked, even_part, whole_part
 
 __all__ = [
     "ColumnParallelLinear",
@@ -24,28 +25,19 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "UnquantizedLinearMethod",
-    "copy_checked",
 ]
 
 
-def copy_checked(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-    """Copy a shard into its place.
-
-    Raises:
-        WeightsError: If the shapes differ.
-    """
-    if target.shape != source.shape:
-        raise WeightsError(
-            f"{name} has a shard of shape {tuple(source.shape)}, but the model needs {tuple(target.shape)}", tensor=name
-        )
-    target.copy_(source)
+def is_same_memory(packed: Any, weight: torch.Tensor) -> bool:
+    """Whether packing a weight gave the weight itself, so that dropping it would gain nothing."""
+    return isinstance(packed, torch.Tensor) and packed.data_ptr() == weight.data_ptr()
 
 
 class UnquantizedLinearMethod(LinearMethod):
     """Dense weights, multiplied by the linear backend of the build context.
 
-    After loading the weight is packed. The dense form is dropped if packing made another one: the parameter is
-    replaced by an empty one, and ``load_weights`` creates it anew for a second load.
+    After loading the weight is packed, and the dense form is dropped where packing made another one: the parameter
+    stays, without elements. A second load makes it anew and packs again.
     """
 
     def create_weights(
@@ -54,82 +46,101 @@ class UnquantizedLinearMethod(LinearMethod):
         *,
         input_size_per_partition: int,
         output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
+        input_size: int,  # noqa: ARG002 (the contract's)
+        output_size: int,  # noqa: ARG002
         params_dtype: torch.dtype,
-        weight_loader: Any,
+        weight_loader: Callable[..., None],
     ) -> None:
         """One parameter ``weight`` of shape [O, I]."""
+        assert isinstance(layer, LinearBase)
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        weight = nn.Parameter(torch.zeros(shape, dtype=params_dtype, device=layer.context.device), requires_grad=False)
-        weight.output_dim, weight.input_dim = 0, 1  # type: ignore[attr-defined]
-        weight.weight_loader = weight_loader  # type: ignore[attr-defined]
-        layer.register_parameter("weight", weight)
-        layer.packed = None
+        layer.weight = dense_parameter(layer, shape, params_dtype, weight_loader)
+        layer.weight.output_dim, layer.weight.input_dim = 0, 1  # type: ignore[attr-defined]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack once."""
+        """Pack once a load."""
+        assert isinstance(layer, LinearBase)
         if layer.packed is None:
             layer.packed = layer.context.linear.pack(layer.weight.data)
-            if not (isinstance(layer.packed, torch.Tensor) and layer.packed.data_ptr() == layer.weight.data_ptr()):
-                layer.weight.data = torch.empty(0, dtype=layer.weight.dtype, device=layer.weight.device)
+            drop_unless_same(layer.weight, layer.packed)
 
     def apply(self, layer: nn.Module, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """See ``LinearMethod``."""
-        return layer.context.linear.apply(x_TI, layer.packed, bias_O)  # type: ignore[no-any-return]
+        return layer.context.linear.apply(x_TI, layer.packed, bias_O)  # type: ignore[union-attr, operator]
+
+
+def dense_parameter(
+    layer: Any, shape: tuple[int, ...], dtype: torch.dtype, weight_loader: Callable[..., None]
+) -> nn.Parameter:
+    """A parameter of zeros whose loader undoes an earlier packing: ``layer.packed`` is cleared."""
+    device = layer.context.device
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+    def load(target: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        if target.numel() == 0:
+            target.data = torch.zeros(shape, dtype=dtype, device=device)
+        layer.packed = None
+        weight_loader(target, tensor, shard_id)
+
+    parameter.weight_loader = load  # type: ignore[attr-defined]
+    return parameter
+
+
+def drop_unless_same(parameter: nn.Parameter, packed: Any) -> None:
+    """Free the dense form of a packed weight."""
+    if not is_same_memory(packed, parameter.data):
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 class LinearBase(nn.Module):
     """What all linear layers share: sizes, the method, and loading by shards."""
 
+    weight: nn.Parameter
+
     def __init__(
         self,
-        input_size: int,
-        output_sizes: Sequence[int],
+        input_part: Part,
+        output_parts: Sequence[Part],
         *,
         context: BuildContext,
         prefix: str,
         bias: bool = False,
-        input_size_per_partition: int | None = None,
-        output_partition_sizes: Sequence[int] | None = None,
     ) -> None:
         """Create parameters.
 
         Args:
-            input_size: Inputs over all ranks.
-            output_sizes: Outputs over all ranks, one entry for each merged matrix.
+            input_part: Inputs of this rank.
+            output_parts: Outputs of this rank, one entry for each merged matrix.
             context: Build context.
             prefix: Name of the layer in the model.
             bias: Whether there is a bias.
-            input_size_per_partition: Inputs of this rank, if they are divided.
-            output_partition_sizes: Outputs of this rank, if they are divided.
         """
         super().__init__()
         self.context = context
         self.prefix = prefix
-        self.input_size = input_size
-        self.output_sizes = tuple(output_sizes)
-        self.output_partition_sizes = tuple(output_partition_sizes or output_sizes)
+        self.input_part = input_part
+        self.output_parts = tuple(output_parts)
+        self.input_size = input_part.total
+        self.output_sizes = tuple(part.total for part in output_parts)
+        self.output_partition_sizes = tuple(part.padded for part in output_parts)
+        self.packed: Any = None
         method = context.quantization.get_quant_method(self, prefix) if context.quantization else None
         self.quant_method: LinearMethod = method if isinstance(method, LinearMethod) else UnquantizedLinearMethod()
         self.quant_method.create_weights(
             self,
-            input_size_per_partition=input_size_per_partition or input_size,
+            input_size_per_partition=input_part.padded,
             output_partition_sizes=self.output_partition_sizes,
-            input_size=input_size,
-            output_size=sum(output_sizes),
+            input_size=self.input_size,
+            output_size=sum(self.output_sizes),
             params_dtype=context.dtype,
             weight_loader=self.load_shard,
         )
+        self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(
-                torch.zeros(sum(self.output_partition_sizes), dtype=context.dtype, device=context.device),
-                requires_grad=False,
-            )
+            zeros = torch.zeros(sum(self.output_partition_sizes), dtype=context.dtype, device=context.device)
+            self.bias = nn.Parameter(zeros, requires_grad=False)
             self.bias.output_dim = 0  # type: ignore[attr-defined]
             self.bias.weight_loader = self.load_shard  # type: ignore[attr-defined]
-        else:
-            self.register_parameter("bias", None)
 
     def process_weights_after_loading(self) -> None:
         """Let the method repack what was loaded."""
@@ -140,23 +151,62 @@ class LinearBase(nn.Module):
         return self.quant_method.apply(self, x, self.bias)
 
     def load_shard(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
-        """Copy this rank's part of a checkpoint tensor into its place in the parameter."""
+        """Copy this rank's part of a checkpoint tensor into its place in the parameter.
+
+        Args:
+            parameter: Its attributes ``output_dim`` and ``input_dim`` name the axes that are divided. An axis may
+                have fewer elements than the layer has rows (packed values, scales of groups): the ratio is kept.
+            tensor: The tensor over all ranks.
+            shard_id: Which of the merged matrices it is; None: all of them, in order.
+
+        Raises:
+            WeightsError: If the tensor has another size than the layer.
+        """
         axis = getattr(parameter, "output_dim", None)
-        target = parameter.data
-        if shard_id is not None and axis is not None:
-            start, size = self._place(shard_id, getattr(parameter, "packed_factor", 1))
-            target = target.narrow(axis, start, size)
-        copy_checked(target, self._slice(parameter, tensor, shard_id), self.prefix)
+        if shard_id is None and axis is not None and len(self.output_parts) > 1:
+            self._load_merged(parameter, tensor, axis)
+            return
+        target, source = parameter.data, tensor
+        if axis is not None:
+            index = self._index(shard_id)
+            ratio = _ratio(sum(self.output_partition_sizes), target, axis, self.prefix)
+            start = sum(self.output_partition_sizes[:index]) // ratio
+            target = target.narrow(axis, start, self.output_partition_sizes[index] // ratio)
+            source = self.output_parts[index].take(source, axis, ratio, self.prefix)
+        input_axis = getattr(parameter, "input_dim", None)
+        if input_axis is not None:
+            ratio = _ratio(self.input_part.padded, target, input_axis, self.prefix)
+            source = self.input_part.take(source, input_axis, ratio, self.prefix)
+        copy_checked(target, source, self.prefix)
 
-    def _place(self, shard_id: Any, packed_factor: int) -> tuple[int, int]:
-        """Start and size of one merged matrix in the parameter."""
-        sizes = self.output_partition_sizes
-        index = int(shard_id)
-        return sum(sizes[:index]) // packed_factor, sizes[index] // packed_factor
+    def _load_merged(self, parameter: nn.Parameter, tensor: torch.Tensor, axis: int) -> None:
+        """Load a tensor that the checkpoint holds merged already."""
+        ratio = _ratio(sum(self.output_partition_sizes), parameter.data, axis, self.prefix)
+        if tensor.dim() <= axis or tensor.shape[axis] * ratio != sum(self.output_sizes):
+            raise WeightsError(
+                f"{self.prefix} has the shape {tuple(tensor.shape)}, but the model needs {sum(self.output_sizes) // ratio} "
+                f"on axis {axis}",
+                tensor=self.prefix,
+            )
+        pieces = tensor.split([size // ratio for size in self.output_sizes], dim=axis)
+        for shard_id, piece in zip(self._shard_ids(), pieces, strict=True):
+            self.load_shard(parameter, piece, shard_id)
 
-    def _slice(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
-        """This rank's part of the tensor; all of it where nothing is divided."""
-        return tensor
+    def _shard_ids(self) -> tuple[Any, ...]:
+        """The ids of the merged matrices, in order."""
+        return tuple(range(len(self.output_parts)))
+
+    def _index(self, shard_id: Any) -> int:
+        """Number of a merged matrix."""
+        return 0 if shard_id is None else self._shard_ids().index(shard_id)
+
+
+def _ratio(size: int, tensor: torch.Tensor, axis: int, name: str) -> int:
+    """Rows of the layer that one element of a parameter stands for."""
+    length = tensor.shape[axis]
+    if length == 0 or size % length:
+        raise WeightsError(f"{name}: {length} elements cannot stand for {size} rows", tensor=name)
+    return size // length
 
 
 class ReplicatedLinear(LinearBase):
@@ -166,7 +216,7 @@ class ReplicatedLinear(LinearBase):
         self, input_size: int, output_size: int, *, context: BuildContext, prefix: str, bias: bool = False
     ) -> None:
         """As ``LinearBase``."""
-        super().__init__(input_size, (output_size,), context=context, prefix=prefix, bias=bias)
+        super().__init__(whole_part(input_size), (whole_part(output_size),), context=context, prefix=prefix, bias=bias)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -175,32 +225,19 @@ class MergedColumnParallelLinear(LinearBase):
     def __init__(
         self, input_size: int, output_sizes: Sequence[int], *, context: BuildContext, prefix: str, bias: bool = False
     ) -> None:
-        """As ``LinearBase``; outputs that do not divide are padded with zeros on the last rank."""
-        world = context.parallel.tp_size
-        super().__init__(
-            input_size,
-            output_sizes,
-            context=context,
-            prefix=prefix,
-            bias=bias,
-            output_partition_sizes=[-(-size // world) for size in output_sizes],
-        )
-
-    def _slice(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
-        axis = getattr(parameter, "output_dim", None)
-        if axis is None:
-            return tensor
-        size = self.output_partition_sizes[int(shard_id or 0)] // getattr(parameter, "packed_factor", 1)
-        return take_part(tensor, axis, size, self.context.parallel.tp_rank)
+        """As ``LinearBase``; outputs that do not divide are padded with zeros on the last ranks."""
+        parallel = context.parallel
+        parts = [even_part(size, rank=parallel.tp_rank, world_size=parallel.tp_size) for size in output_sizes]
+        super().__init__(whole_part(input_size), parts, context=context, prefix=prefix, bias=bias)
 
     def forward_gated_silu(self, x: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of two merged matrices, in one kernel where the backend has one."""
-        linear = self.context.linear
-        if isinstance(self.quant_method, UnquantizedLinearMethod) and self.bias is None:
-            fused = linear.apply_gated_silu(x, self.packed)
+        context = self.context
+        if self.bias is None and type(self.quant_method) is UnquantizedLinearMethod:
+            fused = context.linear.apply_gated_silu(x, self.packed)
             if fused is not None:
                 return fused
-        return self.context.ops.silu_and_mul(self.forward(x))
+        return context.ops.silu_and_mul(self.quant_method.apply(self, x, self.bias))
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -214,10 +251,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """One matrix, divided by inputs; the results of all ranks are summed.
-
-    ``input_part`` is what a rank gets where the inputs are heads: see ``LocalHeads``.
-    """
+    """One matrix, divided by inputs; the results of all ranks are summed."""
 
     def __init__(
         self,
@@ -227,7 +261,7 @@ class RowParallelLinear(LinearBase):
         context: BuildContext,
         prefix: str,
         bias: bool = False,
-        input_part: tuple[int, int, int] | None = None,
+        input_part: Part | None = None,
     ) -> None:
         """As ``LinearBase``.
 
@@ -237,32 +271,18 @@ class RowParallelLinear(LinearBase):
             context: Build context.
             prefix: Name of the layer.
             bias: Whether there is a bias; only rank 0 adds it.
-            input_part: First input of this rank, how many there are, and how many the layer has with padding.
+            input_part: The inputs of this rank where they are heads: ``QKVParallelLinear.output_part``.
         """
-        world = context.parallel.tp_size
+        parallel = context.parallel
         if input_part is None:
-            size = -(-input_size // world)
-            first = min(size * context.parallel.tp_rank, input_size)
-            input_part = (first, max(0, min(size, input_size - first)), size)
-        self.input_part = input_part
-        super().__init__(
-            input_size, (output_size,), context=context, prefix=prefix, bias=bias, input_size_per_partition=input_part[2]
-        )
+            input_part = even_part(input_size, rank=parallel.tp_rank, world_size=parallel.tp_size)
+        super().__init__(input_part, (whole_part(output_size),), context=context, prefix=prefix, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         parallel = self.context.parallel
         out = self.quant_method.apply(self, x, self.bias if parallel.tp_rank == 0 else None)
-        return parallel.all_reduce(out)
-
-    def _slice(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
-        axis = getattr(parameter, "input_dim", None)
-        if axis is None or tensor.dim() <= axis:
-            return tensor
-        first, real, padded = self.input_part
-        factor = self.input_size // tensor.shape[axis] if tensor.shape[axis] else 1
-        part = tensor.narrow(axis, first // factor, real // factor)
-        return pad_axis(part, axis, padded // factor)
+        return out if parallel.tp_size == 1 else parallel.all_reduce(out)
 
 
 class QKVParallelLinear(LinearBase):
@@ -281,66 +301,29 @@ class QKVParallelLinear(LinearBase):
     ) -> None:
         """As ``LinearBase``; numbers of heads are those of the model."""
         parallel = context.parallel
-        self.heads = local_heads(num_heads, num_kv_heads, rank=parallel.tp_rank, world_size=parallel.tp_size)
-        self.head_dim = head_dim
-        self.total_num_heads, self.total_num_kv_heads = num_heads, num_kv_heads
-        kv_size = self.heads.num_kv_heads * head_dim
-        super().__init__(
-            hidden_size,
-            (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim),
-            context=context,
-            prefix=prefix,
-            bias=bias,
-            output_partition_sizes=(self.heads.num_heads * head_dim, kv_size, kv_size),
+        heads = local_heads(num_heads, num_kv_heads, rank=parallel.tp_rank, world_size=parallel.tp_size)
+        q_part = Part(
+            first=heads.first_head * head_dim,
+            size=heads.num_real_heads * head_dim,
+            padded=heads.num_heads * head_dim,
+            total=num_heads * head_dim,
         )
+        kv_part = Part(
+            first=heads.first_kv_head * head_dim,
+            size=heads.num_real_kv_heads * head_dim,
+            padded=heads.num_kv_heads * head_dim,
+            total=num_kv_heads * head_dim,
+        )
+        super().__init__(
+            whole_part(hidden_size), (q_part, kv_part, kv_part), context=context, prefix=prefix, bias=bias
+        )
+        self.heads = heads
+        self.head_dim = head_dim
 
     @property
-    def output_part(self) -> tuple[int, int, int]:
+    def output_part(self) -> Part:
         """``RowParallelLinear.input_part`` of the output projection that follows."""
-        first, real = self._query_rows()
-        return first * self.head_dim, real * self.head_dim, self.heads.num_heads * self.head_dim
+        return self.output_parts[0]
 
-    def _query_rows(self) -> tuple[int, int]:
-        """First query head of this rank, and how many the model has."""
-        heads, parallel = self.heads, self.context.parallel
-        group = self.total_num_heads // self.total_num_kv_heads
-        if self.total_num_kv_heads >= parallel.tp_size:
-            return heads.first_kv_head * group, heads.num_real_kv_heads * group
-        return parallel.tp_rank * heads.num_heads, heads.num_heads
-
-    def _place(self, shard_id: Any, packed_factor: int) -> tuple[int, int]:
-        return super()._place("qkv".index(shard_id), packed_factor)
-
-    def _slice(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
-        axis = getattr(parameter, "output_dim", None)
-        if axis is None:
-            return tensor
-        if shard_id == "q":
-            first, real = self._query_rows()
-            padded, total = self.heads.num_heads, self.total_num_heads
-        else:
-            first, real = self.heads.first_kv_head, self.heads.num_real_kv_heads
-            padded, total = self.heads.num_kv_heads, self.total_num_kv_heads
-        if tensor.shape[axis] % total:
-            raise WeightsError(
-                f"{self.prefix} ({shard_id}) has {tensor.shape[axis]} rows, which do not divide over {total} heads",
-                tensor=self.prefix,
-            )
-        rows = tensor.shape[axis] // total
-        return pad_axis(tensor.narrow(axis, first * rows, real * rows), axis, padded * rows)
-
-
-def take_part(tensor: torch.Tensor, axis: int, size: int, rank: int) -> torch.Tensor:
-    """Part ``rank`` of equal parts of ``size``; the last ones are filled up with zeros."""
-    first = min(size * rank, tensor.shape[axis])
-    return pad_axis(tensor.narrow(axis, first, min(size, tensor.shape[axis] - first)), axis, size)
-
-
-def pad_axis(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """The tensor with zeros behind it up to ``size`` along ``axis``."""
-    missing = size - tensor.shape[axis]
-    if missing <= 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[axis] = missing
-    return torch.cat((tensor, tensor.new_zeros(shape)), dim=axis)
+    def _shard_ids(self) -> tuple[Any, ...]:
+        return ("q", "k", "v")

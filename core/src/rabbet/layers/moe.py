@@ -12,8 +12,9 @@ from torch import nn
 
 from rabbet.contracts.quantization import FusedMoEMethod
 from rabbet.layers.context import BuildContext
-from rabbet.layers.linear import copy_checked, take_part
+from rabbet.layers.linear import dense_parameter, drop_unless_same
 from rabbet.layers.reference import TorchMoEBackend
+from rabbet.layers.shards import copy_checked, even_part
 
 __all__ = ["FusedMoE", "UnquantizedFusedMoEMethod"]
 
@@ -36,21 +37,29 @@ class UnquantizedFusedMoEMethod(FusedMoEMethod):
             "gate_up": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "down": (num_experts, hidden_size, intermediate_size_per_partition),
         }
-        for name, shape in shapes.items():
-            values = torch.zeros(shape, dtype=params_dtype, device=layer.context.device)
-            parameter = nn.Parameter(values, requires_grad=False)
-            parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
-            layer.register_parameter(name, parameter)
+        assert isinstance(layer, FusedMoE)
+        layer.gate_up = dense_parameter(layer, shapes["gate_up"], params_dtype, weight_loader)
+        layer.down = dense_parameter(layer, shapes["down"], params_dtype, weight_loader)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack."""
-        layer.packed = layer.backend.pack(layer.gate_up.data, layer.down.data)
+        """Pack once a load; the dense forms are dropped where packing made others."""
+        assert isinstance(layer, FusedMoE)
+        if layer.packed is not None:
+            return
+        dense = (layer.gate_up, layer.down)
+        layer.packed = layer.backend.pack(*(parameter.data for parameter in dense))
+        parts = layer.packed if isinstance(layer.packed, tuple) else (layer.packed,)
+        kept = {part.data_ptr() for part in parts if isinstance(part, torch.Tensor)}
+        for parameter in dense:
+            if parameter.data_ptr() not in kept:
+                drop_unless_same(parameter, None)
 
     def apply(
         self, layer: nn.Module, x_TI: torch.Tensor, topk_weights_TA: torch.Tensor, topk_ids_TA: torch.Tensor
     ) -> torch.Tensor:
         """See ``FusedMoEMethod``."""
-        return layer.backend.apply(x_TI, layer.packed, topk_weights_TA, topk_ids_TA, None)  # type: ignore[no-any-return]
+        assert isinstance(layer, FusedMoE)
+        return layer.backend.apply(x_TI, layer.packed, topk_weights_TA, topk_ids_TA, None)
 
 
 class FusedMoE(nn.Module):
@@ -58,6 +67,9 @@ class FusedMoE(nn.Module):
 
     Checkpoint shards are loaded with ``shard_id`` ``(expert, "gate" | "up" | "down")``.
     """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(
         self,
@@ -86,7 +98,8 @@ class FusedMoE(nn.Module):
         self.prefix = prefix
         self.top_k = top_k
         self.renormalize = renormalize
-        self.inner = -(-intermediate_size // context.parallel.tp_size)
+        parallel = context.parallel
+        self.inner_part = even_part(intermediate_size, rank=parallel.tp_rank, world_size=parallel.tp_size)
         self.backend = context.moe or TorchMoEBackend()
         self.packed: Any = None
         method = context.quantization.get_quant_method(self, prefix) if context.quantization else None
@@ -95,21 +108,20 @@ class FusedMoE(nn.Module):
             self,
             num_experts=num_experts,
             hidden_size=hidden_size,
-            intermediate_size_per_partition=self.inner,
+            intermediate_size_per_partition=self.inner_part.padded,
             params_dtype=context.dtype,
             weight_loader=self.load_shard,
         )
 
     def load_shard(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: tuple[int, str]) -> None:
         """Copy this rank's part of one expert's matrix."""
-        expert, part = shard_id
-        rank = self.context.parallel.tp_rank
-        if part == "down":
-            copy_checked(parameter.data[expert], take_part(tensor, 1, self.inner, rank), self.prefix)
-            return
-        start = 0 if part == "gate" else self.inner
-        target = parameter.data[expert].narrow(0, start, self.inner)
-        copy_checked(target, take_part(tensor, 0, self.inner, rank), self.prefix)
+        expert, matrix = shard_id
+        target = parameter.data[expert]
+        if matrix != "down":
+            size = self.inner_part.padded
+            target = target.narrow(0, 0 if matrix == "gate" else size, size)
+        axis = 1 if matrix == "down" else 0
+        copy_checked(target, self.inner_part.take(tensor, axis, 1, self.prefix), self.prefix)
 
     def process_weights_after_loading(self) -> None:
         """Let the method repack what was loaded."""

@@ -133,7 +133,11 @@ class LlamaModel(nn.Module):
     def __init__(self, config: Any, *, context: BuildContext, prefix: str) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, context=context, prefix=f"{prefix}.embed_tokens"
+            config.vocab_size,
+            config.hidden_size,
+            context=context,
+            prefix=f"{prefix}.embed_tokens",
+            is_head=config.tie_word_embeddings,
         )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rope = get_rope(config, head_dim, context=context)
