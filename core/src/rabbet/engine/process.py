@@ -49,11 +49,12 @@ def read_start(stream: BinaryIO) -> Start:
     return msgspec.msgpack.decode(stream.read(size), type=Start)
 
 
-def die_with_parent(stream: BinaryIO) -> None:
-    """End this process when the parent's end of ``stream`` closes, by whatever death."""
+def die_with_parent(descriptor: int) -> None:
+    """End this process when the parent's end of the pipe closes, by whatever death."""
 
     def watch() -> None:
-        while stream.read(1):
+        # The bare descriptor: a buffered stream would be locked when the interpreter wants to close it.
+        while os.read(descriptor, 1):
             pass
         os._exit(EXIT_DEAD)
 
@@ -154,7 +155,7 @@ def main() -> int:
     # Ctrl+C reaches the whole process group; the front decides what it means and tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = read_start(sys.stdin.buffer)
-    die_with_parent(sys.stdin.buffer)
+    die_with_parent(sys.stdin.fileno())
     logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     return run(start)
 

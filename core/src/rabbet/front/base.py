@@ -190,6 +190,16 @@ class FrontBase:
             raise
         return tracked
 
+    def check(self, prompt: TokenizedPrompt, sampling: SamplingParams, *, clamp_max_tokens: bool = False) -> None:
+        """Raise what ``submit`` would raise for a wrong request, and send nothing."""
+        self.processor.make_request(
+            prompt,
+            _one_output(sampling, 0),
+            request_id="",
+            arrival_time_s=0.0,
+            clamp_max_tokens=clamp_max_tokens,
+        )
+
     def forget(self, tracked: TrackedRequest) -> None:
         """Stop listening to a request."""
         for engine_id in tracked.engine_ids:

@@ -64,9 +64,9 @@ class UnquantizedLinearMethod(LinearMethod):
             layer.packed = layer.context.linear.pack(layer.weight.data)
             drop_unless_same(layer.weight, layer.packed)
 
-    def apply(self, layer: nn.Module, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """See ``LinearMethod``."""
-        return layer.context.linear.apply(x_TI, layer.packed, bias_O)  # type: ignore[union-attr, operator]
+        return layer.context.linear.apply(x_TI, layer.packed, bias_O)  # type: ignore[no-any-return]
 
 
 def dense_parameter(
@@ -183,12 +183,12 @@ class LinearBase(nn.Module):
         """Load a tensor that the checkpoint holds merged already."""
         ratio = _ratio(sum(self.output_partition_sizes), parameter.data, axis, self.prefix)
         if tensor.dim() <= axis or tensor.shape[axis] * ratio != sum(self.output_sizes):
+            needed = sum(self.output_sizes) // ratio
             raise WeightsError(
-                f"{self.prefix} has the shape {tuple(tensor.shape)}, but the model needs {sum(self.output_sizes) // ratio} "
-                f"on axis {axis}",
+                f"{self.prefix} has the shape {tuple(tensor.shape)}, but the model needs {needed} on axis {axis}",
                 tensor=self.prefix,
             )
-        pieces = tensor.split([size // ratio for size in self.output_sizes], dim=axis)
+        pieces = torch.split(tensor, [size // ratio for size in self.output_sizes], dim=axis)
         for shard_id, piece in zip(self._shard_ids(), pieces, strict=True):
             self.load_shard(parameter, piece, shard_id)
 

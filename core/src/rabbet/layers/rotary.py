@@ -117,6 +117,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.ops = context.ops
         self.is_neox = is_neox
+        self.cos_sin: torch.Tensor
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(
@@ -127,11 +128,28 @@ class RotaryEmbedding(nn.Module):
 
 
 def get_rope(
-    config: Any, head_dim: int, *, context: BuildContext, is_neox: bool = True, parameters: Mapping[str, Any] | None = None
+    config: Any,
+    head_dim: int,
+    *,
+    context: BuildContext,
+    is_neox: bool = True,
+    parameters: Mapping[str, Any] | None = None,
 ) -> RotaryEmbedding:
-    """The embedding that a configuration asks for."""
+    """The embedding that a configuration asks for.
+
+    Args:
+        config: transformers' configuration.
+        head_dim: Elements of a head.
+        context: Build context; the table reaches to its ``max_model_len``.
+        is_neox: See ``LayerOps.rotary``.
+        parameters: In place of the configuration's own, where a model has several.
+
+    Raises:
+        ConfigError: If the type of scaling is not known.
+    """
     parameters = rope_parameters(config) if parameters is None else parameters
-    dim = int(head_dim * float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", 1.0) or 1.0))
+    partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    dim = int(head_dim * float(partial))
     model_position = int(getattr(config, "max_position_embeddings", context.max_model_len))
     length = max(context.max_model_len, 1)
     frequencies, factor = inverse_frequencies(parameters, dim, max_position=length, model_position=model_position)

@@ -1,1 +1,1 @@
-
+"""Counters, the text of /metrics, the periodic log line."""

@@ -1,4 +1,4 @@
-"""Ranks and their collectives, as an object that is handed to layers; nothing is asked of torch.distributed directly."""
+"""Ranks and their collectives, as an object that is handed to layers; no layer asks torch.distributed itself."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _draw_plain(logits_BV: torch.Tensor, numbers: list[float], _rows: list[Sampl
 def _invert(weights_BC: torch.Tensor, numbers: list[float]) -> torch.Tensor:
     """Index of the first cumulative weight above u times the total; entries of weight zero are never chosen."""
     cumulative = weights_BC.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     target = _column(weights_BC, numbers, torch.float64) * total
     index = torch.searchsorted(cumulative, target, right=True)
     # Rounding could lead past the last entry with weight: the last one where the sum still grew is taken then.

@@ -1,1 +1,1 @@
-
+"""The HTTP server in OpenAI's shape. No torch."""
