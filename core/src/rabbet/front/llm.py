@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from rabbet.config.load import engine_config_from_kwargs
+from rabbet.config.schema import EngineConfig
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.engine.client import EngineClient
 from rabbet.errors import EngineDeadError, InvalidRequestError, RequestFailedError
@@ -45,9 +46,19 @@ class LLM:
             ConfigError: For unknown or contradictory options.
             RabbetError: What the engine said went wrong.
         """
-        self._closed = True
         options.setdefault("disable_log_stats", True)
-        self.config = engine_config_from_kwargs(model, **options)
+        self._start(engine_config_from_kwargs(model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """The same from a finished configuration."""
+        self = cls.__new__(cls)
+        self._start(config)
+        return self
+
+    def _start(self, config: EngineConfig) -> None:
+        self._closed = True
+        self.config = config
         client = EngineClient(self.config, is_server=False, log_level="warning")
         client.start()
         try:

@@ -1,0 +1,89 @@
+"""The help of ``rabbet serve``: options by group, each with its default and its environment variable; searchable."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rabbet.config.flags import ALIASES, SHORT, Flag, flags
+from rabbet.errors import ConfigError
+from rabbet.registry.names import nearest
+
+__all__ = ["print_serve_help"]
+
+_EXAMPLES = """\
+Usage: rabbet serve MODEL [OPTIONS]
+
+  rabbet serve ./model --port 8000
+  rabbet serve ./model --max-model-len 32K --kv-cache-memory-bytes 4G
+  rabbet serve ./model --attention-config.backend=NAME --speculative-config '{"method": "NAME"}'
+
+Sizes take k m g t (powers of 1000) and K M G T (powers of 1024). Flags win over environment variables, these over a
+YAML file (--config FILE), this over defaults. --help=WORD shows the options whose name or text has the word.
+"""
+
+
+def print_serve_help(word: str = "") -> None:
+    """Print all options, or those that have ``word`` in name, group or text.
+
+    Raises:
+        ConfigError: If nothing has it.
+    """
+    groups: dict[str, list[Flag]] = {}
+    wanted = word.casefold().replace("_", "-")
+    for flag in _unique_flags():
+        text = f"{flag.name} {flag.group} {flag.description}".casefold()
+        if wanted in ("", "all") or wanted in text:
+            groups.setdefault(flag.group, []).append(flag)
+    if not groups:
+        close = nearest(word, flags())
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"no option has {word!r} in its name or text{hint}", field="help")
+    console = Console(highlight=False)
+    if not wanted:
+        console.print(_EXAMPLES, markup=False)
+    for title, members in groups.items():
+        console.print(Text(title, style="bold"))
+        console.print(_table(members))
+
+
+def _unique_flags() -> list[Flag]:
+    """Each field once, under its shortest spelling."""
+    best: dict[str, Flag] = {}
+    for flag in flags().values():
+        known = best.get(flag.path)
+        if known is None or (flag.name in ALIASES and known.name in ALIASES and len(flag.name) < len(known.name)):
+            best[flag.path] = flag
+    from rabbet.config.flags import _from_schema
+
+    for flag in _from_schema():
+        best.setdefault(flag.path, flag)
+    return list(best.values())
+
+
+def _table(members: list[Flag]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
+    table.add_column(no_wrap=True, max_width=44)
+    table.add_column(overflow="fold")
+    shorts = {long: short for short, long in SHORT.items()}
+    for flag in members:
+        name = f"--[no-]{flag.name}" if flag.is_switch else f"--{flag.name}"
+        if flag.name in shorts:
+            name = f"{shorts[flag.name]}, {name}"
+        detail = Text(flag.description)
+        facts = [f"default {_shown(flag.default)}", *([flag.environment] if "." not in flag.name else [])]
+        detail.append(f"  [{', '.join(facts)}]", style="dim")
+        table.add_row(name, detail)
+    return table
+
+
+def _shown(value: Any) -> str:
+    if value is None or value is dataclasses.MISSING:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) if value not in ("", [], {}) else "none"

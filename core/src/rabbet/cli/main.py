@@ -1,0 +1,137 @@
+"""The command ``rabbet``. Imports as little as possible: torch, transformers and the server come in with their command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from rabbet import __version__
+from rabbet.cli import bench, plugins
+from rabbet.errors import ConfigError, PluginError, RabbetError
+
+__all__ = ["app", "main"]
+
+_RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
+app = typer.Typer(
+    name="rabbet",
+    help="Serve large language models with an engine put together from plugins.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="rabbet serve MODEL starts a server; rabbet serve --help lists its options by group.",
+)
+app.add_typer(bench.app, name="bench")
+app.add_typer(plugins.app, name="plugins")
+
+_Url = Annotated[str, typer.Option("--url", help="Base URL of the server, with or without /v1")]
+_Key = Annotated[str | None, typer.Option("--api-key", help="API key", envvar="RABBET_API_KEY")]
+_Model = Annotated[str | None, typer.Option("--model", help="Model; the server's first by default")]
+_MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Limit on new tokens", min=1)]
+_Temperature = Annotated[float | None, typer.Option("--temperature", help="Temperature; the server's default if not given")]
+_Quick = Annotated[str | None, typer.Option("--quick", "-q", help="Ask this once, print the answer and end")]
+_DEFAULT_URL = "http://127.0.0.1:8000/v1"
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"rabbet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version and end")
+    ] = False,
+) -> None:
+    """Serve large language models with an engine put together from plugins."""
+
+
+@app.command(context_settings={**_RAW, "help_option_names": []}, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Start a server in OpenAI's shape: rabbet serve MODEL [OPTIONS]; --help lists all options by group."""
+    arguments = list(context.args)
+    wanted = [item for item in arguments if item in ("-h", "--help") or item.startswith("--help=")]
+    if wanted:
+        from rabbet.cli.help import print_serve_help
+
+        print_serve_help(wanted[0].partition("=")[2])
+        return
+    from rabbet.config.load import parse_configs
+
+    engine, server = parse_configs(arguments)
+    if not engine.model.model:
+        raise ConfigError("no model was given: rabbet serve MODEL", field="model")
+    _log(server.log_level)
+    from rabbet.server.run import serve as run
+
+    raise typer.Exit(run(engine, server))
+
+
+@app.command()
+def chat(
+    url: _Url = _DEFAULT_URL,
+    model: _Model = None,
+    api_key: _Key = None,
+    quick: _Quick = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
+    max_tokens: _MaxTokens = None,
+    temperature: _Temperature = None,
+) -> None:
+    """Talk to a running server; answers are streamed, and their speed is shown."""
+    from rabbet.cli.talk import Talk
+
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    Talk(url, model=model, api_key=api_key, options=options).chat(quick=quick, system=system)
+
+
+@app.command()
+def complete(
+    url: _Url = _DEFAULT_URL,
+    model: _Model = None,
+    api_key: _Key = None,
+    quick: _Quick = None,
+    max_tokens: _MaxTokens = 128,
+    temperature: _Temperature = None,
+) -> None:
+    """Complete texts with a running server."""
+    from rabbet.cli.talk import Talk
+
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    Talk(url, model=model, api_key=api_key, options=options).complete(quick=quick)
+
+
+@app.command(name="collect-env")
+def collect_env() -> None:
+    """Print what a bug report needs: versions, hardware, plugins. No secrets."""
+    from rabbet.cli.environment import report
+
+    typer.echo(report())
+
+
+def _log(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
+    )
+    # httpx tells of each request at info, which is noise beside a server's own lines.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING if level != "debug" else logging.DEBUG)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point of the console script: errors of ours become one line and a status."""
+    try:
+        return app(args=arguments, prog_name="rabbet")
+    except (ConfigError, PluginError) as error:
+        typer.echo(f"rabbet: error: {error}", err=True)
+        sys.exit(2)
+    except RabbetError as error:
+        typer.echo(f"rabbet: error: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        # The reader of our output went away (rabbet ... | head): nothing to complain about.
+        sys.stderr.close()
+        sys.exit(0)

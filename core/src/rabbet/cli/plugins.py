@@ -1,0 +1,98 @@
+"""``rabbet plugins``: what is installed, what would be chosen and why. Nothing but ``doctor`` imports a plugin."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Show what is installed, what would be chosen and why.", no_args_is_help=True)
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+_Kind = Annotated[str | None, typer.Option("--kind", help="This kind only")]
+
+
+@app.command(name="list")
+def list_(kind: _Kind = None, as_json: _Json = False) -> None:
+    """List every contribution with its owner, contract and state."""
+    from rabbet.contracts.kinds import KINDS
+    from rabbet.errors import UnknownPluginError
+    from rabbet.registry.catalog import Catalog
+    from rabbet.registry.describe import list_plugins
+    from rabbet.registry.names import nearest
+
+    if kind is not None and kind not in KINDS:
+        close = nearest(kind, KINDS)
+        raise UnknownPluginError(f"there is no kind {kind!r}; {'did you mean ' + close[0] if close else ', '.join(KINDS)}")
+    catalog = Catalog.scan()
+    rows = list_plugins(catalog, kind)
+    if as_json:
+        typer.echo(json.dumps({"plugins": rows, "problems": list(catalog.problems)}, indent=2))
+        return
+    _table(rows, ("kind", "name", "distribution", "version", "contract", "priority", "state", "reason"))
+    for problem in catalog.problems:
+        typer.echo(f"problem: {problem}")
+
+
+@app.command()
+def info(name: str, as_json: _Json = False) -> None:
+    """Show everything that is known of NAME (or KIND/NAME) without importing it."""
+    from rabbet.registry.catalog import Catalog
+    from rabbet.registry.describe import plugin_info
+
+    rows = plugin_info(Catalog.scan(), name)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        for key, value in row.items():
+            typer.echo(f"{key:14} {value if value not in ([], {}, '') else '-'}")
+        typer.echo("")
+
+
+@app.command()
+def why(
+    kind: str,
+    name: Annotated[str | None, typer.Option("--name", help="Explain an explicit choice")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Explain the choice for this model, on this machine")] = None,
+) -> None:
+    """Explain what would be chosen for KIND, and what would be passed over and why."""
+    from rabbet.registry.catalog import Catalog
+    from rabbet.registry.describe import explain
+
+    if model is None:
+        for line in explain(Catalog.scan(), kind, name=name):
+            typer.echo(line)
+        return
+    from rabbet.config.load import engine_config_from_kwargs
+    from rabbet.config.resolve import resolve
+
+    decision = resolve(engine_config_from_kwargs(model), is_server=True).composition.get(kind)
+    lines = decision.lines() if decision else (f"{kind}: not needed for {model}",)
+    for line in lines:
+        typer.echo(line)
+
+
+@app.command()
+def doctor(name: Annotated[str | None, typer.Argument()] = None, as_json: _Json = False) -> None:
+    """Import each plugin in a process of its own; report time, memory, heavy modules and failures."""
+    from rabbet.registry.catalog import Catalog
+    from rabbet.registry.describe import doctor as examine
+
+    rows = examine(Catalog.scan(), name)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _table(rows, ("kind", "name", "distribution", "ok", "detail"))
+    if not all(row["ok"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    """Aligned columns, never folded: lines stay whole for grep and for a narrow terminal's own wrapping."""
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    widths = [max((len(row[i]) for row in [list(columns), *cells])) for i in range(len(columns))]
+    for row in [list(columns), *cells]:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

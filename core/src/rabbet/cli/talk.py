@@ -1,0 +1,134 @@
+"""``rabbet chat`` and ``rabbet complete``: a terminal client that streams answers and shows their speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from rabbet.errors import RabbetError
+
+__all__ = ["Talk", "TalkError"]
+
+_TIMEOUT = httpx.Timeout(10.0, read=600.0)
+
+
+class TalkError(RabbetError):
+    """The server cannot be reached, or refused."""
+
+
+class Talk:
+    """A connection to one server."""
+
+    def __init__(self, url: str, *, model: str | None, api_key: str | None, options: Mapping[str, Any]) -> None:
+        base = url.rstrip("/")
+        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(timeout=_TIMEOUT, headers=headers, trust_env=False)
+        self._options = {key: value for key, value in options.items() if value is not None}
+        self._model = model or self._first_model()
+
+    def _first_model(self) -> str:
+        try:
+            answer = self._client.get(f"{self._base}/models")
+        except httpx.HTTPError as error:
+            raise TalkError(f"no server answers at {self._base} ({error}); start one: rabbet serve MODEL") from error
+        if answer.status_code != 200:
+            raise TalkError(f"{self._base}/models answers {answer.status_code}: {_message(answer.text)}")
+        return str(answer.json()["data"][0]["id"])
+
+    def chat(self, *, quick: str | None, system: str | None) -> None:
+        """A conversation, or one question. Ctrl+D or an empty line ends it."""
+        messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        for line in self._lines(quick):
+            messages.append({"role": "user", "content": line})
+            answer = self._stream("chat/completions", {"messages": messages}, _chat_text)
+            messages.append({"role": "assistant", "content": answer})
+
+    def complete(self, *, quick: str | None) -> None:
+        """Texts to go on with."""
+        for line in self._lines(quick):
+            self._stream("completions", {"prompt": line}, _completion_text)
+
+    @staticmethod
+    def _lines(quick: str | None) -> Iterator[str]:
+        if quick is not None:
+            yield quick
+            return
+        while True:
+            try:
+                line = input("> ")
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if not line.strip():
+                return
+            yield line
+
+    def _stream(self, route: str, body: Mapping[str, Any], text_of: Any) -> str:
+        """Print an answer as it comes; returns it. Ctrl+C stops the answer, not the conversation."""
+        request = {
+            "model": self._model, "stream": True, "stream_options": {"include_usage": True}, **self._options, **body
+        }  # fmt: skip
+        started = time.monotonic()
+        first: float | None = None
+        parts: list[str] = []
+        usage: Mapping[str, Any] = {}
+        try:
+            for event in self._events(route, request):
+                usage = event.get("usage") or usage
+                text = text_of(event)
+                if text:
+                    first = first or time.monotonic()
+                    parts.append(text)
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            pass
+        print()
+        self._show_speed(usage, started, first)
+        return "".join(parts)
+
+    def _events(self, route: str, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            with self._client.stream("POST", f"{self._base}/{route}", json=request) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise TalkError(_message(answer.text))
+                for line in answer.iter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise TalkError(event["error"]["message"])
+                    yield event
+        except httpx.HTTPError as error:
+            raise TalkError(f"the connection to the server broke: {error}") from error
+
+    @staticmethod
+    def _show_speed(usage: Mapping[str, Any], started: float, first: float | None) -> None:
+        count = usage.get("completion_tokens", 0)
+        if first is None or not count:
+            return
+        seconds = time.monotonic() - first
+        speed = f"{(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else "one token"
+        print(f"[{count} tokens, first after {first - started:.2f} s, {speed}]", file=sys.stderr)
+
+
+def _chat_text(event: Mapping[str, Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def _completion_text(event: Mapping[str, Any]) -> str:
+    return "".join(choice["text"] for choice in event["choices"])
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
