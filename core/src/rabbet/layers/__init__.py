@@ -15,7 +15,9 @@ from rabbet.layers.linear import (
 )
 from rabbet.layers.moe import FusedMoE
 from rabbet.layers.norm import LayerNorm, RMSNorm
+from rabbet.layers.refusals import decoder_refusals
 from rabbet.layers.rotary import RotaryEmbedding, get_rope
+from rabbet.layers.shards import Part
 
 __all__ = [
     "Attention",
@@ -29,6 +31,7 @@ __all__ = [
     "LocalHeads",
     "MergedColumnParallelLinear",
     "ParallelLMHead",
+    "Part",
     "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",
@@ -36,6 +39,7 @@ __all__ = [
     "RowParallelLinear",
     "SiluAndMul",
     "VocabParallelEmbedding",
+    "decoder_refusals",
     "get_forward_context",
     "get_rope",
     "local_heads",

@@ -172,7 +172,7 @@ class Attention(nn.Module):
         cache = context.kv_caches.get(name)
         if cache is None:
             # Memory is being profiled: the size of the output is all that matters.
-            return out.zero_().view(num_tokens, -1)
+            return out.zero_().view(num_tokens, self.num_heads * self.head_dim)
         if context.connector is not None:
             context.connector.wait_for_layer(name)
         context.backends[name].forward(
@@ -186,4 +186,4 @@ class Attention(nn.Module):
         )
         if context.connector is not None:
             context.connector.save_layer(name)
-        return out.view(num_tokens, -1)
+        return out.view(num_tokens, self.num_heads * self.head_dim)

@@ -314,9 +314,7 @@ class QKVParallelLinear(LinearBase):
             padded=heads.num_kv_heads * head_dim,
             total=num_kv_heads * head_dim,
         )
-        super().__init__(
-            whole_part(hidden_size), (q_part, kv_part, kv_part), context=context, prefix=prefix, bias=bias
-        )
+        super().__init__(whole_part(hidden_size), (q_part, kv_part, kv_part), context=context, prefix=prefix, bias=bias)
         self.heads = heads
         self.head_dim = head_dim
 

@@ -16,7 +16,10 @@ from torch import nn
 from rabbet.errors import ConfigError
 from rabbet.layers.context import BuildContext
 
-__all__ = ["RotaryEmbedding", "get_rope", "inverse_frequencies", "rope_parameters"]
+__all__ = ["ROPE_TYPES", "RotaryEmbedding", "get_rope", "inverse_frequencies", "rope_parameters"]
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
+"""Types of scaling that are computed here; ``mrope`` on text alone is the default."""
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -58,9 +61,7 @@ def inverse_frequencies(
         return _llama3(frequencies, parameters), 1.0
     if kind == "yarn":
         return _yarn(frequencies, parameters, dim, base, model_position)
-    raise ConfigError(
-        f"rope_type is {kind!r}; known: default, linear, dynamic, yarn, llama3", field="rope_parameters.rope_type"
-    )
+    raise ConfigError(f"rope_type is {kind!r}; known: {', '.join(ROPE_TYPES)}", field="rope_parameters.rope_type")
 
 
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""The checkpoint format ``dummy``: random weights for the shapes of config.json, to measure speed without a download."""
+"""The checkpoint format ``dummy``: random weights of the shapes of config.json, to measure speed without files."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbet.contracts import register_weight_format
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, TensorInfo, WeightFormat
-from rabbet.weights.hub import is_hub_name, model_directory, read_model_files
+from rabbet.weights.hub import model_directory, model_name, read_model_files
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DummyFormat", "fill_with_noise"]
 
-_SEED = 0
 _SCALE = 0.02
+_MAX_DRAWN = (1 << 20) - 3
+"""Elements drawn for one matrix; larger ones repeat them. A prime, so that no two rows of a matrix become equal."""
 
 
 @register_weight_format("dummy")
@@ -25,30 +26,32 @@ class DummyFormat(WeightFormat):
     """Chosen by name only; has no tensors, so the runner fills the model with ``fill_with_noise``."""
 
     @classmethod
-    def matches(cls, query: ResolveQuery) -> bool:
+    def matches(cls, query: ResolveQuery) -> bool:  # noqa: ARG003
         """Never: noise is served on request only."""
         return False
 
     @classmethod
     def resolve(cls, query: ResolveQuery) -> ModelFiles:
         """Only config.json is needed; a tokenizer is used if there is one."""
-        directory = model_directory(query, with_weights=False)
-        name = query.model if is_hub_name(query.model) else Path(query.model).name or str(directory)
-        return read_model_files(directory, (), name=name)
+        return read_model_files(model_directory(query, with_weights=False), (), name=model_name(query.model))
 
     @classmethod
-    def infos(cls, files: ModelFiles) -> tuple[TensorInfo, ...]:
+    def infos(cls, files: ModelFiles) -> tuple[TensorInfo, ...]:  # noqa: ARG003
         """Nothing is stored."""
         return ()
 
     @classmethod
-    def tensors(cls, files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(cls, files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ARG003
         """Nothing is stored."""
         return iter(())
 
 
 def fill_with_noise(model: nn.Module) -> int:
-    """Draw every matrix from a normal distribution of scale 0.02 with a fixed seed; vectors keep their start values.
+    """Draw every matrix from a normal distribution of scale 0.02; vectors (norms, biases) keep their start values.
+
+    The seed is made from the parameter's name, so that the same model is the same everywhere and no two matrices of
+    it are equal. Large matrices repeat a million drawn values: the speed of kernels does not depend on it, the time
+    of the start does.
 
     Returns:
         Bytes of all parameters.
@@ -57,15 +60,15 @@ def fill_with_noise(model: nn.Module) -> int:
 
     total = 0
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             total += parameter.numel() * parameter.element_size()
-            if parameter.dim() < 2 or not parameter.is_floating_point():
+            if parameter.dim() < 2 or not parameter.is_floating_point() or parameter.numel() == 0:
                 continue
-            generator = torch.Generator(device=parameter.device).manual_seed(_SEED)
-            # One draw a million elements is repeated: kernels' speed does not depend on it, start-up time does.
-            block = torch.randn(min(parameter.numel(), 1 << 20), generator=generator, device=parameter.device) * _SCALE
+            generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randn(min(parameter.numel(), _MAX_DRAWN), generator=generator, device="cpu") * _SCALE
+            drawn = drawn.to(device=parameter.device, dtype=parameter.dtype)
             flat = parameter.data.view(-1)
-            for start in range(0, flat.numel(), block.numel()):
-                part = flat[start : start + block.numel()]
-                part.copy_(block[: part.numel()])
+            for start in range(0, flat.numel(), drawn.numel()):
+                part = flat[start : start + drawn.numel()]
+                part.copy_(drawn[: part.numel()])
     return total

@@ -8,18 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
-from rabbet.errors import WeightsError
+from rabbet.errors import WeightsError, shorten
 
-__all__ = ["is_hub_name", "model_directory", "read_model_files"]
+__all__ = ["is_hub_name", "model_directory", "model_name", "read_json", "read_model_files"]
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
+_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHT_PATTERNS = ("*.safetensors",)
+# Folders hold other formats' copies of the weights, and so do consolidated files.
+_IGNORED_PATTERNS = ("*/*", "consolidated*")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _MAX_JSON_BYTES = 64 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def is_hub_name(model: str) -> bool:
     """Whether the text has the form of a hub name and is no path that exists."""
-    return _HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
+    return _HUB_NAME.fullmatch(model) is not None and ".." not in model and not Path(model).exists()
+
+
+def model_name(model: str) -> str:
+    """The name under which a model is served: a hub name as it is, a directory by its last part."""
+    return model if is_hub_name(model) else Path(model).expanduser().resolve().name or model
 
 
 def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
@@ -32,13 +42,23 @@ def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
     if path.is_dir():
         return path.resolve()
     if not is_hub_name(query.model):
-        raise WeightsError(f"the directory {query.model} does not exist", file=query.model)
+        raise WeightsError(
+            f"{shorten(query.model)} is neither a directory nor a hub name (organisation/model); check the path",
+            file=query.model,
+        )
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+        return _download(query, [*_PATTERNS, *(_WEIGHT_PATTERNS if with_weights else ())])
     except ImportError as error:
-        raise WeightsError("hub names need the package huggingface_hub") from error
-    patterns = _PATTERNS if with_weights else [item for item in _PATTERNS if "safetensors" not in item]
+        raise WeightsError(
+            f"{query.model} is no directory, and hub names need a package: pip install huggingface_hub"
+        ) from error
+
+
+def _download(query: ResolveQuery, patterns: list[str]) -> Path:
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+
+    name = query.model if query.revision is None else f"{query.model} (revision {shorten(query.revision)})"
     try:
         return Path(
             snapshot_download(
@@ -47,21 +67,24 @@ def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
                 cache_dir=query.download_dir,
                 local_files_only=query.is_offline,
                 allow_patterns=patterns,
+                ignore_patterns=list(_IGNORED_PATTERNS),
             )
         )
-    except GatedRepoError as error:
-        raise WeightsError(
-            f"the model {query.model} is gated: accept its licence on its hub page and set HF_TOKEN"
-        ) from error
-    except LocalEntryNotFoundError as error:
+    except errors.GatedRepoError as error:
+        raise WeightsError(f"the model {name} is gated: accept its licence on its hub page and set HF_TOKEN") from error
+    except errors.LocalEntryNotFoundError as error:
         why = "offline mode is on" if query.is_offline else "the hub cannot be reached"
         raise WeightsError(
-            f"the model {query.model} is neither a directory nor in the local hub cache, and {why}; "
+            f"the model {name} is neither a directory nor in the local hub cache, and {why}; "
             "check the name, or download it first"
         ) from error
-    except (RepositoryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+    except (errors.RevisionNotFoundError, errors.RepositoryNotFoundError) as error:
         raise WeightsError(
-            f"the model {query.model!r} is no directory and cannot be downloaded ({type(error).__name__}); check the name"
+            f"the model {name} is neither a directory nor on the hub; check the name, or set HF_TOKEN if it is private"
+        ) from error
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        raise WeightsError(
+            f"the model {name} is no directory here and cannot be downloaded ({type(error).__name__}); try again later"
         ) from error
 
 
@@ -73,32 +96,45 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise WeightsError(f"{path.name} is larger than {_MAX_JSON_BYTES >> 20} MiB", file=str(path))
+            raise WeightsError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB", file=str(path))
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise WeightsError(f"{path} is no readable JSON file: {error}", file=str(path)) from error
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}", file=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is no readable JSON file: {shorten(str(error))}", file=str(path)) from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} holds no JSON object", file=str(path))
     return value
 
 
+def _read_template(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise WeightsError(f"{path} is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB", file=str(path))
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"{path} cannot be read as text", file=str(path)) from error
+
+
 def read_model_files(directory: Path, weight_files: tuple[Path, ...], *, name: str) -> ModelFiles:
-    """Configuration, tokenizer and template of a directory.
+    """Configuration, tokenizer and template of a directory. Nothing in it is run, whatever its config.json asks for.
 
     Raises:
         WeightsError: If config.json is absent or not readable.
     """
     config_path = directory / "config.json"
     if not config_path.is_file():
-        raise WeightsError(f"{directory} has no config.json: it is no Hugging Face model directory", file=str(config_path))
+        raise WeightsError(
+            f"{directory} has no config.json: it is no Hugging Face model directory", file=str(config_path)
+        )
     generation = directory / "generation_config.json"
     template = directory / "chat_template.jinja"
-    has_tokenizer = any((directory / item).is_file() for item in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    has_tokenizer = any((directory / item).is_file() for item in _TOKENIZER_FILES)
     return ModelFiles(
         name=name,
         config=read_json(config_path),
         weight_files=weight_files,
         tokenizer_dir=directory if has_tokenizer else None,
         generation_config=read_json(generation) if generation.is_file() else {},
-        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        chat_template=_read_template(template) if template.is_file() else None,
     )

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from rabbet.errors import WeightsError
+from rabbet.layers.shards import copy_checked
 from rabbet.weights.rules import WeightRules
 
-__all__ = ["LoadReport", "load_weights"]
+__all__ = ["LoadReport", "finish_loading", "load_weights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +22,16 @@ class LoadReport:
 
     Attributes:
         num_tensors: Checkpoint tensors read.
-        size_bytes: Their bytes.
+        size_bytes: Their bytes in the checkpoint.
+        num_parameters: Parameters filled.
+        parameters_bytes: Bytes of the model's parameters on this rank, in their own types, before packing.
         seconds: Time from the first tensor to the last packed weight.
     """
 
     num_tensors: int
     size_bytes: int
+    num_parameters: int
+    parameters_bytes: int
     seconds: float
 
 
@@ -43,7 +48,9 @@ def load_weights(
         model: Its parameters carry ``weight_loader`` where they are sharded.
         rules: The map of names.
         tensors: Names and tensors of the checkpoint.
-        progress: Called with name and bytes of each tensor.
+        progress: Called with name and bytes of each tensor, before it is copied.
+
+    Loading again replaces all weights; what layers packed is packed anew.
 
     Raises:
         WeightsError: Naming tensors that are unexpected, missing, or of another shape.
@@ -70,8 +77,15 @@ def load_weights(
             _fill(parameter, tensor, name, shard)
             loaded.setdefault(target, set()).add(shard)
         _check_complete(parameters, rules, loaded, unexpected)
+        parameters_bytes = sum(item.numel() * item.element_size() for item in parameters.values())
         finish_loading(model)
-    return LoadReport(num_tensors=num_tensors, size_bytes=size_bytes, seconds=time.monotonic() - started)
+    return LoadReport(
+        num_tensors=num_tensors,
+        size_bytes=size_bytes,
+        num_parameters=len(loaded),
+        parameters_bytes=parameters_bytes,
+        seconds=time.monotonic() - started,
+    )
 
 
 def finish_loading(model: nn.Module) -> None:
@@ -87,11 +101,9 @@ def _fill(parameter: nn.Parameter, tensor: torch.Tensor, name: str, shard: objec
     try:
         if loader is not None:
             loader(parameter, tensor, shard)
-        elif parameter.shape == tensor.shape:
-            parameter.data.copy_(tensor)
         else:
-            raise WeightsError(f"has the shape {tuple(tensor.shape)}, but the model needs {tuple(parameter.shape)}")
-    except (WeightsError, RuntimeError, IndexError) as error:
+            copy_checked(parameter.data, tensor, name)
+    except (WeightsError, RuntimeError, IndexError, ValueError) as error:
         raise WeightsError(f"tensor {name} does not fit the model: {error}", tensor=name) from error
 
 

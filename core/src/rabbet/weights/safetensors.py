@@ -1,10 +1,12 @@
-"""The checkpoint format ``safetensors``: one file or several with an index. Headers are checked before anything is read.
+"""The checkpoint format ``safetensors``: one file or several with an index; headers are checked before data is read.
 
-Source: the safetensors format, README of its repository: 8 bytes little-endian header size, JSON header, data.
+Source: the safetensors format, README of its repository: 8 bytes little-endian header size, JSON header, data; the
+tensors fill the data without holes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -14,21 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from rabbet.contracts import register_weight_format
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, TensorInfo, WeightFormat
-from rabbet.errors import WeightsError
-from rabbet.weights.hub import is_hub_name, model_directory, read_json, read_model_files
+from rabbet.errors import WeightsError, shorten
+from rabbet.weights.hub import is_hub_name, model_directory, model_name, read_json, read_model_files
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["SafetensorsFormat", "read_infos"]
 
-_MAX_HEADER_BYTES = 100 << 20
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_AXES = 16
 _DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
     "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
     "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "U16": ("uint16", 2), "U32": ("uint32", 4),
+    "U64": ("uint64", 8), "F8_E8M0": ("float8_e8m0fnu", 1),
 }  # fmt: skip
 _INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def read_infos(path: Path) -> tuple[TensorInfo, ...]:
@@ -47,60 +52,77 @@ def read_infos(path: Path) -> tuple[TensorInfo, ...]:
         spans.append((begin, end, name))
         infos.append(TensorInfo(name=name, shape=shape, dtype=dtype, file=path))
     spans.sort()
-    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
-        if begin < end:
-            raise WeightsError(f"tensors {name} and {other} of {path.name} overlap", file=str(path), tensor=other)
+    for (_, end, name), (begin, _, other) in itertools.pairwise([(0, 0, "the header"), *spans]):
+        if begin != end:
+            problem = f"overlaps with {shorten(name)}" if begin < end else f"leaves a hole after {shorten(name)}"
+            raise WeightsError(f"tensor {shorten(other)} of {path} {problem}", file=str(path), tensor=other)
+    if data_size != (spans[-1][1] if spans else 0):
+        raise WeightsError(f"{path} has bytes that belong to no tensor: it is corrupt", file=str(path))
     return tuple(infos)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header, and the bytes of data behind it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as handle:
             prefix = handle.read(8)
-            if len(prefix) < 8:
-                raise WeightsError(f"{path.name} is too short for a safetensors file ({size} bytes)", file=str(path))
-            (length,) = struct.unpack("<Q", prefix)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length > min(_MAX_HEADER_BYTES, size - 8):
                 raise WeightsError(
-                    f"{path.name} claims a header of {length} bytes, but has {size} and the limit is {_MAX_HEADER_BYTES}: "
-                    "it is truncated or corrupt; copy or download it again",
+                    f"{path} has {size} bytes and claims a header of {length} (at most {_MAX_HEADER_BYTES}): it is "
+                    "truncated or no safetensors file; copy or download it again",
                     file=str(path),
                 )
-            header = json.loads(handle.read(length).decode("utf-8"))
+            header = json.loads(handle.read(length).decode("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}", file=str(path)) from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise WeightsError(f"the header of {path.name} is no JSON: it is corrupt", file=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"the header of {path} is no valid JSON: it is corrupt", file=str(path)) from error
     if not isinstance(header, dict):
-        raise WeightsError(f"the header of {path.name} is no JSON object", file=str(path))
+        raise WeightsError(f"the header of {path} is no JSON object", file=str(path))
     return header, size - 8 - length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys, which two readers could take differently."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
 
 
 def _entry(path: Path, name: str, entry: Any, data_size: int) -> tuple[str, tuple[int, ...], int, int]:
     """dtype, shape, begin and end of one tensor, checked."""
 
     def fail(problem: str) -> WeightsError:
-        return WeightsError(f"tensor {name} of {path.name} {problem}", file=str(path), tensor=name)
+        return WeightsError(f"tensor {shorten(name)} of {path} {problem}", file=str(path), tensor=name)
 
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise fail("has no dtype, shape or data_offsets")
-    if entry["dtype"] not in _DTYPES:
-        raise fail(f"has the unknown dtype {entry['dtype']!r}")
-    dtype, item_size = _DTYPES[entry["dtype"]]
+    known = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if known is None:
+        raise fail(f"has the unknown dtype {shorten(entry['dtype'])}; known: {', '.join(_DTYPES)}")
+    dtype, item_size = known
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise fail("has a shape or offsets that are no non-negative integers")
+        raise fail("has a shape or offsets that are no lists of non-negative integers")
     begin, end = offsets
     if end < begin or end > data_size:
-        raise fail(f"lies at bytes {begin} to {end}, but the file has {data_size} bytes of data: it is truncated or corrupt")
-    if math.prod(shape) * item_size != end - begin:
-        raise fail(f"of shape {shape} and type {dtype} needs {math.prod(shape) * item_size} bytes, but has {end - begin}")
+        raise fail(f"lies at bytes {begin} to {end}, but there are {data_size}: the file is truncated or corrupt")
+    needed = math.prod(shape) * item_size
+    if needed != end - begin:
+        raise fail(f"of shape {shape} and type {dtype} needs {needed} bytes, but has {end - begin}")
     return dtype, tuple(shape), begin, end
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+    """Whether it is a short list of integers that fit into 63 bits."""
+    return (
+        isinstance(values, list)
+        and len(values) <= _MAX_AXES
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )
 
 
 @register_weight_format("safetensors")
@@ -109,7 +131,7 @@ class SafetensorsFormat(WeightFormat):
 
     @classmethod
     def matches(cls, query: ResolveQuery) -> bool:
-        """A directory with a config.json and no other format's files, or the form of a hub name."""
+        """A directory with a config.json, or the form of a hub name."""
         path = Path(query.model).expanduser()
         if path.is_dir():
             return (path / "config.json").is_file()
@@ -117,57 +139,106 @@ class SafetensorsFormat(WeightFormat):
 
     @classmethod
     def resolve(cls, query: ResolveQuery) -> ModelFiles:
-        """Find files; nothing outside the model's directory is ever named."""
+        """Find the files and check all headers; no file outside the model's directory is ever named."""
         directory = model_directory(query)
-        files = _weight_files(directory)
+        index = _read_index(directory)
+        files = _weight_files(directory, index)
         if not files:
-            pickled = sorted(item.name for pattern in ("*.bin", "*.pt", "*.pth") for item in directory.glob(pattern))
-            if pickled:
-                raise WeightsError(
-                    f"{directory} holds only pickled weights ({pickled[0]}), which can run code and are never loaded; "
-                    "convert them to safetensors",
-                    file=str(directory / pickled[0]),
-                )
-            raise WeightsError(
-                f"{directory} holds no *.safetensors file (--load-format dummy draws random weights)", file=str(directory)
-            )
-        name = query.model if is_hub_name(query.model) else Path(query.model).name or str(directory)
-        return read_model_files(directory, files, name=name)
+            raise _nothing_found(directory)
+        found = read_model_files(directory, files, name=model_name(query.model))
+        _check_index(directory, index, cls.infos(found))
+        return found
 
     @classmethod
     def infos(cls, files: ModelFiles) -> tuple[TensorInfo, ...]:
-        """See ``WeightFormat``."""
-        return tuple(info for path in files.weight_files for info in read_infos(Path(path)))
+        """See ``WeightFormat``; a tensor that stands in two files is refused."""
+        infos: dict[str, TensorInfo] = {}
+        for path in files.weight_files:
+            for info in read_infos(Path(path)):
+                if info.name in infos:
+                    raise WeightsError(
+                        f"tensor {shorten(info.name)} stands in {infos[info.name].file.name} and again in {path}",
+                        file=str(path),
+                        tensor=info.name,
+                    )
+                infos[info.name] = info
+        return tuple(infos.values())
 
     @classmethod
     def tensors(cls, files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``WeightFormat``; the files are memory-mapped."""
+        """See ``WeightFormat``; the files are memory-mapped. Headers are checked anew: files may have changed."""
         from safetensors import SafetensorError, safe_open
 
-        for path in files.weight_files:
-            names = [info.name for info in read_infos(Path(path))]
+        for path, infos in itertools.groupby(cls.infos(files), key=lambda info: info.file):
+            name = None
             try:
                 with safe_open(str(path), framework="pt", device="cpu") as handle:
-                    for name in names:
-                        yield name, handle.get_tensor(name)
-            except SafetensorError as error:
-                raise WeightsError(f"{path} cannot be read: {error}", file=str(path)) from error
+                    for info in infos:
+                        name = info.name
+                        tensor = handle.get_tensor(name)
+                        yield name, tensor
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(
+                    f"{path}{'' if name is None else f', tensor {shorten(name)}'}: cannot be read: {error}",
+                    file=str(path),
+                    tensor=name,
+                ) from error
 
 
-def _weight_files(directory: Path) -> tuple[Path, ...]:
-    index = directory / _INDEX
-    if not index.is_file():
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor to file name, of a checkpoint in several files; empty for others."""
+    path = directory / _INDEX
+    if not path.is_file():
+        return {}
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{path} has no weight_map", file=str(path))
+    for tensor, name in weight_map.items():
+        is_plain = isinstance(name, str) and name == Path(name).name and "\\" not in name and "\0" not in name
+        if not is_plain or not name.endswith(".safetensors"):
+            raise WeightsError(
+                f"{path} says that tensor {shorten(tensor)} is in {shorten(name)}, which is no safetensors file of "
+                "this directory",
+                file=str(path),
+                tensor=tensor,
+            )
+    return weight_map
+
+
+def _weight_files(directory: Path, index: dict[str, str]) -> tuple[Path, ...]:
+    if not index:
         single = directory / "model.safetensors"
         return (single,) if single.is_file() else tuple(sorted(directory.glob("*.safetensors")))
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{_INDEX} has no weight_map", file=str(index))
-    paths = []
-    for name in sorted({str(value) for value in weight_map.values()}):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise WeightsError(f"{_INDEX} names {name!r}, which is no safetensors file of this directory", file=str(index))
-        path = directory / name
-        if not path.is_file():
-            raise WeightsError(f"{_INDEX} names {name}, which is not there: the download is incomplete", file=str(path))
-        paths.append(path)
-    return tuple(paths)
+    paths = tuple(directory / name for name in sorted(set(index.values())))
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise WeightsError(
+            f"{_INDEX} names {missing[0]} ({len(missing)} of {len(paths)} files are missing): finish the download",
+            file=str(directory / missing[0]),
+        )
+    return paths
+
+
+def _check_index(directory: Path, index: dict[str, str], infos: tuple[TensorInfo, ...]) -> None:
+    """Each tensor of the index must be in the file that it names."""
+    found = {info.name: info.file.name for info in infos}
+    for tensor, name in index.items():
+        if found.get(tensor) != name:
+            raise WeightsError(
+                f"{_INDEX} says that tensor {shorten(tensor)} is in {name}, but it is not",
+                file=str(directory / name),
+                tensor=tensor,
+            )
+
+
+def _nothing_found(directory: Path) -> WeightsError:
+    pickled = sorted(item.name for pattern in _PICKLED for item in directory.glob(pattern))
+    if pickled:
+        return WeightsError(
+            f"{directory} holds only pickled weights ({pickled[0]}), which can run code and are never loaded; "
+            "convert them to safetensors",
+            file=str(directory / pickled[0]),
+        )
+    return WeightsError(
+        f"{directory} holds no *.safetensors file; --load-format dummy would draw random weights", file=str(directory)
+    )

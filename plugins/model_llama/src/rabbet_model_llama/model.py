@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from rabbet.contracts import Refusal, register_model
 from rabbet.contracts.model import Model, ModelQuery
 from rabbet.layers import (
@@ -24,19 +22,21 @@ from rabbet.layers import (
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
+    decoder_refusals,
     get_rope,
 )
 from rabbet.weights import STANDARD_STACKS, WeightRules
+from torch import nn
 
 __all__ = ["LlamaForCausalLM", "MistralForCausalLM"]
-
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 class LlamaAttention(nn.Module):
     """Projections, rotation, attention, output projection."""
 
-    def __init__(self, config: Any, rope: RotaryEmbedding, *, window: int | None, context: BuildContext, prefix: str) -> None:
+    def __init__(
+        self, config: Any, rope: RotaryEmbedding, *, window: int | None, context: BuildContext, prefix: str
+    ) -> None:
         super().__init__()
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         bias = bool(getattr(config, "attention_bias", False))
@@ -74,9 +74,9 @@ class LlamaAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, N] to [T, N]."""
-        qkv = self.qkv_proj(x_TN)
-        heads = qkv.view(x_TN.shape[0], -1, self.head_dim)
-        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = self.qkv_proj(x_TN).view(x_TN.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
+        q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         q_THD, k_TKD = self.rope(positions, q_THD, k_TKD)
         return self.o_proj(self.attn(q_THD, k_TKD, v_TKD))  # type: ignore[no-any-return]
 
@@ -106,7 +106,9 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention and feed-forward, each behind a norm; the residual travels beside the activations."""
 
-    def __init__(self, config: Any, rope: RotaryEmbedding, *, window: int | None, context: BuildContext, prefix: str) -> None:
+    def __init__(
+        self, config: Any, rope: RotaryEmbedding, *, window: int | None, context: BuildContext, prefix: str
+    ) -> None:
         super().__init__()
         eps = config.rms_norm_eps
         self.self_attn = LlamaAttention(config, rope, window=window, context=context, prefix=f"{prefix}.self_attn")
@@ -167,18 +169,8 @@ class LlamaForCausalLM(nn.Module, Model):
 
     @classmethod
     def supports(cls, query: ModelQuery) -> tuple[Refusal, ...]:
-        """Refuses rope types and activations that are not implemented, and pipeline stages."""
-        refusals = []
-        rope = query.config.get("rope_parameters") or query.config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in _ROPE_TYPES:
-            refusals.append(Refusal(code="ROPE", message=f"rope_type {kind!r}; known: {', '.join(_ROPE_TYPES)}"))
-        activation = query.config.get("hidden_act", "silu")
-        if activation != "silu":
-            refusals.append(Refusal(code="ACTIVATION", message=f"hidden_act {activation!r}; only silu is implemented"))
-        if query.pipeline_parallel_size > 1:
-            refusals.append(Refusal(code="PIPELINE", message="no pipeline stages", fix="--pipeline-parallel-size 1"))
-        return tuple(refusals)
+        """See ``decoder_refusals``."""
+        return decoder_refusals(query)
 
     def __init__(self, *, config: Any, context: BuildContext) -> None:
         """See ``Model``."""
@@ -195,7 +187,7 @@ class LlamaForCausalLM(nn.Module, Model):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: Any = None,  # noqa: ARG002 (no pipeline stages)
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model``."""

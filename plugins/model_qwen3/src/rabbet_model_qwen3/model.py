@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from rabbet.contracts import Refusal, register_model
 from rabbet.contracts.model import Model, ModelQuery
 from rabbet.layers import (
@@ -24,13 +22,13 @@ from rabbet.layers import (
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
+    decoder_refusals,
     get_rope,
 )
 from rabbet.weights import STANDARD_STACKS, WeightRules
+from torch import nn
 
 __all__ = ["Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def layer_window(config: Any, index: int) -> int | None:
@@ -93,8 +91,9 @@ class QwenAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, N] to [T, N]."""
-        heads = self.qkv_proj(x_TN).view(x_TN.shape[0], -1, self.head_dim)
-        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = self.qkv_proj(x_TN).view(x_TN.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
+        q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD, k_TKD = self.rope(positions, q_THD, k_TKD)
@@ -123,7 +122,14 @@ class QwenLayer(nn.Module):
     """Attention and feed-forward, each behind a norm."""
 
     def __init__(
-        self, config: Any, rope: RotaryEmbedding, index: int, *, has_head_norms: bool, context: BuildContext, prefix: str
+        self,
+        config: Any,
+        rope: RotaryEmbedding,
+        index: int,
+        *,
+        has_head_norms: bool,
+        context: BuildContext,
+        prefix: str,
     ) -> None:
         super().__init__()
         self.self_attn = QwenAttention(
@@ -192,15 +198,8 @@ class Qwen2ForCausalLM(nn.Module, Model):
 
     @classmethod
     def supports(cls, query: ModelQuery) -> tuple[Refusal, ...]:
-        """Refuses rope types that are not implemented, and pipeline stages."""
-        refusals = []
-        rope = query.config.get("rope_parameters") or query.config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in _ROPE_TYPES:
-            refusals.append(Refusal(code="ROPE", message=f"rope_type {kind!r}; known: {', '.join(_ROPE_TYPES)}"))
-        if query.pipeline_parallel_size > 1:
-            refusals.append(Refusal(code="PIPELINE", message="no pipeline stages", fix="--pipeline-parallel-size 1"))
-        return tuple(refusals)
+        """See ``decoder_refusals``."""
+        return decoder_refusals(query)
 
     def __init__(self, *, config: Any, context: BuildContext) -> None:
         """See ``Model``."""
@@ -217,7 +216,7 @@ class Qwen2ForCausalLM(nn.Module, Model):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: Any = None,  # noqa: ARG002 (no pipeline stages)
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model``."""
