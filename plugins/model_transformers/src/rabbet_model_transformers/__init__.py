@@ -1,0 +1,1 @@
+"""Any causal model of transformers, with attention over the engine's paged cache."""
