@@ -3,7 +3,9 @@
 Shapes: T tokens, B requests, H query heads, K key/value heads, D head size, S slots of a block.
 
 Cache layout ``hsd-1``: [block, 2, K, S, D]; a head's keys of one block are contiguous, so that a decode reads each
-of them as one stream.
+of them as one stream. Layout ``pairs-1`` (bfloat16 on matrix tiles): within each head's page keys lie as [S / 16] x
+[D / 2] rows of 16 slots x 2 dims, values as [S / 32] x [D / 16] x 16 rows of 16 dims x 2 slots: the form in which a tile
+product takes them, so that nothing is shuffled while it multiplies.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from rabbet.contracts.batch import AttentionBatch
 
-__all__ = ["CpuAttention", "attend_reference", "store_reference"]
+__all__ = ["CpuAttention", "attend_reference", "is_packed", "store_reference"]
 
 _MAX_HEAD_DIM = 256
 
@@ -72,7 +74,7 @@ class CpuAttention(AttentionBackend):
     def kv_layout(cls, spec: KVCacheSpec) -> KVLayout:
         """See the module's first lines."""
         return KVLayout(
-            name="hsd-1",
+            name="pairs-1" if is_packed(spec) else "hsd-1",
             axes=("kv", "head", "slot", "dim"),
             shape=(2, spec.num_kv_heads, spec.block_size, spec.head_dim),
             dtype=spec.dtype,
@@ -80,12 +82,12 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def block_sizes(cls) -> tuple[int, ...]:
-        """Any multiple of 16."""
-        return (16,)
+        """Any multiple of 16; 32 suits the tiles."""
+        return (32, 16)
 
     def build_metadata(self, batch: AttentionBatch) -> _Step:
         """The batch, with its pointers."""
-        return _Step(batch, native.step_arguments(batch, self.context.spec.block_size))
+        return _Step(batch, native.step_arguments(batch))
 
     def forward(
         self,
@@ -98,12 +100,28 @@ class CpuAttention(AttentionBackend):
         out_THE: torch.Tensor,
     ) -> None:
         """See ``AttentionBackend``."""
+        spec = self.context.spec
         if metadata.arguments is not None and native.attention(
-            layer, q_THD, k_TKD, v_TKE, kv_cache, metadata.arguments, out_THE
+            layer,
+            (q_THD, k_TKD, v_TKE, kv_cache, out_THE),
+            metadata.arguments,
+            block_size=spec.block_size,
+            is_packed=is_packed(spec),
         ):
+            return
+        if is_packed(spec):
+            # The packed cache is read by the kernel alone, so its inputs are brought into the form that it takes.
+            tensors = (q_THD.contiguous(), k_TKD.contiguous(), v_TKE.contiguous(), kv_cache, out_THE)
+            assert metadata.arguments is not None
+            native.attention(layer, tensors, metadata.arguments, block_size=spec.block_size, is_packed=True)
             return
         store_reference(k_TKD, v_TKE, kv_cache, metadata.batch)
         attend_reference(layer, q_THD, kv_cache, metadata.batch, out_THE)
+
+
+def is_packed(spec: KVCacheSpec) -> bool:
+    """Whether the cache of ``spec`` is kept in tile order."""
+    return spec.dtype == "bfloat16" and spec.block_size % 32 == 0 and spec.head_dim % 32 == 0 and native.has_amx()
 
 
 def store_reference(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch) -> None:
@@ -154,7 +172,6 @@ def attend_reference(
             weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
         else:
             weights = torch.softmax(scores, dim=-1)
-        # Unused slots may hold NaN, and 0 * NaN is NaN: hidden values are taken out by hand.
         values = pages[1]
         out = torch.einsum("kgql,kld->qkgd", weights, values)
         out_THD[start:end] = out.reshape(end - start, num_heads, -1).to(out_THD.dtype)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,39 +15,132 @@ if TYPE_CHECKING:
     from rabbet.contracts.attention import AttentionLayerSpec
     from rabbet.contracts.batch import AttentionBatch
 
-__all__ = ["StepArguments", "attention", "library", "start", "step_arguments"]
+__all__ = ["StepArguments", "attention", "has_amx", "library", "start", "step_arguments", "type_code"]
+
+logger = logging.getLogger(__name__)
+_FILE = Path(__file__).parent / "_kernels.so"
+_ABI = 1
+_POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "rabbet_has_amx": (_INT, ()),
+    "rabbet_start": (None, (_INT, _POINTER)),
+    "rabbet_rms_norm": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _FLOAT, _INT)),
+    "rabbet_add_rms_norm": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _FLOAT, _INT)),
+    "rabbet_rotary": (None, (*(_POINTER,) * 4, *(_INT64,) * 7, _INT, _INT)),
+    "rabbet_gated": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT, _INT)),
+    "rabbet_attention": (None, (_POINTER, _INT, _INT)),
+    "rabbet_packed_bytes": (_INT64, (_INT64, _INT64)),
+    "rabbet_pack": (None, (_POINTER, _POINTER, _INT64, _INT64)),
+    "rabbet_linear": (None, (*(_POINTER,) * 4, _INT64, _INT64, _INT64, _INT)),
+}
+
+
+class _AttentionArgs(ctypes.Structure):
+    """Mirror of ``AttentionArgs`` in kernels.h."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in (
+            "q", "k", "v", "cache", "out", "sinks", "query_start", "seq_lens", "block_table", "slots",
+        )),
+        *((name, _INT64) for name in (
+            "q_stride", "k_stride", "v_stride", "num_requests", "num_tokens", "num_heads", "num_kv_heads", "head_dim",
+            "block_size", "max_blocks", "window",
+        )),
+        ("scale", _FLOAT),
+        ("soft_cap", _FLOAT),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StepArguments:
-    """Pointers of one step."""
+    """One step's part of the kernel's arguments; each layer fills in its own tensors.
 
+    Attributes:
+        arguments: The structure.
+        pointer: Its address.
+        batch: Keeps the tensors alive that it points to.
+    """
+
+    arguments: _AttentionArgs
+    pointer: Any
     batch: AttentionBatch
 
 
-def library() -> Any:
-    """The loaded library, or None."""
-    return None
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None; says once in the log which of the two it is."""
+    try:
+        loaded = ctypes.CDLL(str(_FILE))
+        if loaded.rabbet_abi() != _ABI:
+            raise OSError("it was built for another version of this package")
+    except OSError as error:
+        logger.warning("no compiled CPU kernels (%s); plain torch is used, which is slower", error)
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+@cache
+def has_amx() -> bool:
+    """Whether the bfloat16 kernels on matrix tiles can be used."""
+    loaded = library()
+    return loaded is not None and bool(loaded.rabbet_has_amx())
 
 
 def start(*, num_threads: int, cores: list[int]) -> None:
-    """Start the kernels' threads."""
-    return None
+    """Start the kernels' threads, one a core; the calling thread is one of them."""
+    loaded = library()
+    if loaded is not None:
+        loaded.rabbet_start(num_threads, (ctypes.c_int * len(cores))(*cores))
 
 
-def step_arguments(batch: AttentionBatch, block_size: int) -> StepArguments | None:
-    """Pointers of a step, or None without a library."""
-    return None
+def type_code(dtype: torch.dtype) -> int | None:
+    """0 for float32, 1 for bfloat16, None for what the kernels do not take."""
+    import torch
+
+    return 0 if dtype is torch.float32 else 1 if dtype is torch.bfloat16 else None
+
+
+def step_arguments(batch: AttentionBatch) -> StepArguments | None:
+    """The step's part of the arguments, or None without a library."""
+    if library() is None:
+        return None
+    arguments = _AttentionArgs()
+    arguments.query_start = batch.query_start.data_ptr()
+    arguments.seq_lens = batch.seq_lens.data_ptr()
+    arguments.block_table = batch.block_table.data_ptr()
+    arguments.slots = batch.slot_mapping.data_ptr()
+    arguments.num_requests = batch.num_requests
+    arguments.num_tokens = batch.num_tokens
+    arguments.max_blocks = batch.block_table.stride(0)
+    return StepArguments(arguments, ctypes.byref(arguments), batch)
 
 
 def attention(
     layer: AttentionLayerSpec,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    kv_cache: torch.Tensor,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     step: StepArguments,
-    out_THD: torch.Tensor,
+    *,
+    block_size: int,
+    is_packed: bool,
 ) -> bool:
-    """Run the kernel; False if there is none for these tensors."""
-    return False
+    """Run the kernel on queries, keys, values, cache and output; False if it does not take these tensors."""
+    q, k, v, cache, out = tensors
+    code = type_code(q.dtype)
+    if code is None or q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        return False
+    a = step.arguments
+    a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
+    a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
+    a.num_heads, a.num_kv_heads, a.head_dim = q.shape[1], k.shape[1], q.shape[2]
+    a.block_size = block_size
+    a.window = layer.window or 0
+    a.scale = layer.scale
+    a.soft_cap = layer.soft_cap or 0.0
+    a.sinks = layer.sinks.data_ptr() if layer.sinks is not None else None
+    loaded = library()
+    assert loaded is not None
+    loaded.rabbet_attention(step.pointer, code, int(is_packed))
+    return True

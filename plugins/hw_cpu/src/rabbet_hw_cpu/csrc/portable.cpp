@@ -1,0 +1,251 @@
+// Kernels in plain C++, compiled several times with different instruction sets; RABBET_VARIANT names the copy.
+// Loops are written so that the compiler vectorises them; sums are in float32.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace rabbet {
+namespace RABBET_VARIANT {
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline void from_float(float x, float& out) { out = x; }
+inline void from_float(float x, bf16& out) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    // Round to nearest even; NaN keeps a bit of its fraction.
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    out.bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+// Rows that one task takes: enough work to be worth handing out.
+inline int64_t rows_per_task(int64_t rows, int64_t size) {
+    const int64_t enough = std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1));
+    return std::max(enough, (rows + 4 * pool_size() - 1) / (4 * pool_size()));
+}
+
+template <typename F>
+void over_rows(int64_t rows, int64_t size, F&& body) {
+    const int64_t step = rows_per_task(rows, size);
+    parallel_for((rows + step - 1) / step, [&](int64_t task, int) {
+        const int64_t end = std::min(rows, (task + 1) * step);
+        for (int64_t row = task * step; row < end; ++row) body(row);
+    });
+}
+
+template <typename T>
+float mean_square(const T* x, int64_t size) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += to_float(x[i]) * to_float(x[i]);
+    return sum / static_cast<float>(size);
+}
+
+template <typename T>
+void norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+    const float factor = 1.0f / std::sqrt(mean_square(x, size) + eps);
+    for (int64_t i = 0; i < size; ++i) {
+        // The normalised value is rounded before it is scaled, as checkpoints were trained.
+        T rounded;
+        from_float(to_float(x[i]) * factor, rounded);
+        from_float(to_float(rounded) * to_float(weight[i]), out[i]);
+    }
+}
+
+template <typename T>
+void rms_norm_t(const void* x, const void* weight, void* out, int64_t rows, int64_t size, int64_t stride, float eps) {
+    over_rows(rows, size, [&](int64_t row) {
+        norm_row(static_cast<const T*>(x) + row * stride, static_cast<const T*>(weight), static_cast<T*>(out) + row * size,
+                 size, eps);
+    });
+}
+
+template <typename T>
+void add_rms_norm_t(void* x, void* residual, const void* weight, int64_t rows, int64_t size, float eps) {
+    over_rows(rows, size, [&](int64_t row) {
+        T* px = static_cast<T*>(x) + row * size;
+        T* pr = static_cast<T*>(residual) + row * size;
+        for (int64_t i = 0; i < size; ++i) from_float(to_float(px[i]) + to_float(pr[i]), pr[i]);
+        norm_row(pr, static_cast<const T*>(weight), px, size, eps);
+    });
+}
+
+template <typename T>
+void rotary_t(void* x, const int64_t* positions, const float* cos_sin, int64_t rows, int64_t heads, int64_t dim,
+              int64_t rotated, int64_t stride, int neox) {
+    const int64_t half = rotated / 2;
+    over_rows(rows, heads * dim, [&](int64_t row) {
+        const float* cos = cos_sin + positions[row] * rotated;
+        const float* sin = cos + half;
+        for (int64_t head = 0; head < heads; ++head) {
+            T* p = static_cast<T*>(x) + row * stride + head * dim;
+            if (neox) {
+                for (int64_t i = 0; i < half; ++i) {
+                    const float a = to_float(p[i]), b = to_float(p[i + half]);
+                    from_float(a * cos[i] - b * sin[i], p[i]);
+                    from_float(b * cos[i] + a * sin[i], p[i + half]);
+                }
+            } else {
+                for (int64_t i = 0; i < half; ++i) {
+                    const float a = to_float(p[2 * i]), b = to_float(p[2 * i + 1]);
+                    from_float(a * cos[i] - b * sin[i], p[2 * i]);
+                    from_float(b * cos[i] + a * sin[i], p[2 * i + 1]);
+                }
+            }
+        }
+    });
+}
+
+// Activations: 0 silu, 1 gelu, 2 gelu with tanh.
+inline float activate(float x, int kind) {
+    if (kind == 0) return x / (1.0f + std::exp(-x));
+    if (kind == 1) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+    return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+}
+
+template <typename T>
+void gated_t(const void* x, void* out, int64_t rows, int64_t size, int activation) {
+    over_rows(rows, 4 * size, [&](int64_t row) {
+        const T* gate = static_cast<const T*>(x) + row * 2 * size;
+        const T* up = gate + size;
+        T* o = static_cast<T*>(out) + row * size;
+        for (int64_t i = 0; i < size; ++i) {
+            T rounded;
+            from_float(activate(to_float(gate[i]), activation), rounded);
+            from_float(to_float(rounded) * to_float(up[i]), o[i]);
+        }
+    });
+}
+
+// ---- attention over the cache [blocks, 2, K, S, D]
+
+template <typename T>
+void store(const AttentionArgs& a) {
+    const int64_t page = 2 * a.num_kv_heads * a.block_size * a.head_dim;
+    const int64_t half = page / 2;
+    over_rows(a.num_tokens, a.num_kv_heads * a.head_dim, [&](int64_t token) {
+        const int64_t slot = a.slots[token];
+        if (slot < 0) return;
+        const int64_t block = slot / a.block_size, offset = slot % a.block_size;
+        for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+            T* target = static_cast<T*>(a.cache) + block * page + (head * a.block_size + offset) * a.head_dim;
+            std::memcpy(target, static_cast<const T*>(a.k) + token * a.k_stride + head * a.head_dim, a.head_dim * sizeof(T));
+            std::memcpy(target + half, static_cast<const T*>(a.v) + token * a.v_stride + head * a.head_dim,
+                        a.head_dim * sizeof(T));
+        }
+    });
+}
+
+template <typename T>
+float dot(const float* q, const T* k, int64_t size) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += q[i] * to_float(k[i]);
+    return sum;
+}
+
+// One query token and one key head: all query heads of the group, block by block with a running maximum.
+template <typename T>
+void attend_one(const AttentionArgs& a, int64_t request, int64_t token, int64_t position, int64_t kv_head, float* scratch) {
+    const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
+    const int64_t page = 2 * a.num_kv_heads * a.block_size * dim;
+    const int64_t first = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+    const int32_t* table = a.block_table + request * a.max_blocks;
+    float* q = scratch;                       // [group, dim]
+    float* acc = q + group * dim;             // [group, dim]
+    float* scores = acc + group * dim;        // [block_size]
+    float* peak = scores + a.block_size;      // [group]
+    float* total = peak + group;              // [group]
+    for (int64_t g = 0; g < group; ++g) {
+        const T* source = static_cast<const T*>(a.q) + token * a.q_stride + (kv_head * group + g) * dim;
+        for (int64_t i = 0; i < dim; ++i) q[g * dim + i] = to_float(source[i]) * a.scale, acc[g * dim + i] = 0;
+        peak[g] = a.sinks ? a.sinks[kv_head * group + g] : -std::numeric_limits<float>::infinity();
+        total[g] = a.sinks ? 1.0f : 0.0f;
+    }
+    for (int64_t block = first / a.block_size; block * a.block_size <= position; ++block) {
+        const int64_t begin = std::max(first - block * a.block_size, int64_t{0});
+        const int64_t end = std::min(position + 1 - block * a.block_size, a.block_size);
+        const T* keys = static_cast<const T*>(a.cache) + table[block] * page + kv_head * a.block_size * dim;
+        const T* values = keys + page / 2;
+        for (int64_t g = 0; g < group; ++g) {
+            float high = peak[g];
+            for (int64_t s = begin; s < end; ++s) {
+                float score = dot(q + g * dim, keys + s * dim, dim);
+                if (a.soft_cap > 0) score = a.soft_cap * std::tanh(score / a.soft_cap);
+                scores[s] = score;
+                high = std::max(high, score);
+            }
+            const float shrink = std::exp(peak[g] - high);
+            peak[g] = high;
+            float sum = total[g] * shrink;
+            float* out = acc + g * dim;
+            if (shrink != 1.0f)
+                for (int64_t i = 0; i < dim; ++i) out[i] *= shrink;
+            for (int64_t s = begin; s < end; ++s) {
+                const float weight = std::exp(scores[s] - high);
+                sum += weight;
+                const T* value = values + s * dim;
+                for (int64_t i = 0; i < dim; ++i) out[i] += weight * to_float(value[i]);
+            }
+            total[g] = sum;
+        }
+    }
+    for (int64_t g = 0; g < group; ++g) {
+        T* target = static_cast<T*>(a.out) + (token * a.num_heads + kv_head * group + g) * dim;
+        for (int64_t i = 0; i < dim; ++i) from_float(acc[g * dim + i] / total[g], target[i]);
+    }
+}
+
+template <typename T>
+void attention_t(const AttentionArgs& a) {
+    store<T>(a);
+    const int64_t group = a.num_heads / a.num_kv_heads;
+    std::vector<int32_t> owner(a.num_tokens);
+    for (int64_t r = 0; r < a.num_requests; ++r)
+        for (int64_t t = a.query_start[r]; t < a.query_start[r + 1]; ++t) owner[t] = static_cast<int32_t>(r);
+    const int64_t scratch = 2 * group * a.head_dim + a.block_size + 2 * group;
+    parallel_for(a.num_tokens * a.num_kv_heads, [&](int64_t task, int) {
+        thread_local std::vector<float> buffer;
+        if (static_cast<int64_t>(buffer.size()) < scratch) buffer.resize(scratch);
+        const int64_t token = task / a.num_kv_heads, r = owner[token];
+        const int64_t position = a.seq_lens[r] - a.query_start[r + 1] + token;
+        attend_one<T>(a, r, token, position, task % a.num_kv_heads, buffer.data());
+    });
+}
+
+}  // namespace
+
+#define RABBET_BOTH(name, ...) (type == 0 ? name<float>(__VA_ARGS__) : name<bf16>(__VA_ARGS__))
+
+Variant variant() {
+    Variant v;
+    v.rms_norm = [](const void* x, const void* w, void* o, int64_t r, int64_t n, int64_t s, float e, int type) {
+        RABBET_BOTH(rms_norm_t, x, w, o, r, n, s, e);
+    };
+    v.add_rms_norm = [](void* x, void* res, const void* w, int64_t r, int64_t n, float e, int type) {
+        RABBET_BOTH(add_rms_norm_t, x, res, w, r, n, e);
+    };
+    v.rotary = [](void* x, const int64_t* p, const float* c, int64_t r, int64_t h, int64_t d, int64_t n, int64_t s, int neox,
+                  int type) { RABBET_BOTH(rotary_t, x, p, c, r, h, d, n, s, neox); };
+    v.gated = [](const void* x, void* o, int64_t r, int64_t n, int act, int type) { RABBET_BOTH(gated_t, x, o, r, n, act); };
+    v.attention = [](const AttentionArgs& a, int type) { RABBET_BOTH(attention_t, a); };
+    return v;
+}
+
+}  // namespace RABBET_VARIANT
+}  // namespace rabbet
