@@ -10,7 +10,7 @@ from typing import Any
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
 from rabbet.errors import WeightsError, shorten
 
-__all__ = ["is_hub_name", "model_directory", "model_name", "read_json", "read_model_files"]
+__all__ = ["find_directory", "is_hub_name", "model_directory", "model_name", "read_json", "read_model_files"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -22,6 +22,15 @@ _MAX_JSON_BYTES = 64 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 
 
+def find_directory(model: str) -> Path | None:
+    """The directory that the text names, or None: also where it can be no path (NUL, too long, an unknown user)."""
+    try:
+        path = Path(model).expanduser()
+        return path.resolve() if path.is_dir() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
 def is_hub_name(model: str) -> bool:
     """Whether the text has the form of a hub name and is no path that exists."""
     return _HUB_NAME.fullmatch(model) is not None and ".." not in model and not Path(model).exists()
@@ -29,7 +38,8 @@ def is_hub_name(model: str) -> bool:
 
 def model_name(model: str) -> str:
     """The name under which a model is served: a hub name as it is, a directory by its last part."""
-    return model if is_hub_name(model) else Path(model).expanduser().resolve().name or model
+    directory = find_directory(model)
+    return model if directory is None else directory.name or model
 
 
 def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
@@ -38,9 +48,9 @@ def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
     Raises:
         WeightsError: Saying what is not there and what to do.
     """
-    path = Path(query.model).expanduser()
-    if path.is_dir():
-        return path.resolve()
+    directory = find_directory(query.model)
+    if directory is not None:
+        return directory
     if not is_hub_name(query.model):
         raise WeightsError(
             f"{shorten(query.model)} is neither a directory nor a hub name (organisation/model); check the path",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rabbet.contracts import register_weight_format
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, TensorInfo, WeightFormat
 from rabbet.errors import WeightsError, shorten
-from rabbet.weights.hub import is_hub_name, model_directory, model_name, read_json, read_model_files
+from rabbet.weights.hub import find_directory, is_hub_name, model_directory, model_name, read_json, read_model_files
 
 if TYPE_CHECKING:
     import torch
@@ -132,10 +132,8 @@ class SafetensorsFormat(WeightFormat):
     @classmethod
     def matches(cls, query: ResolveQuery) -> bool:
         """A directory with a config.json, or the form of a hub name."""
-        path = Path(query.model).expanduser()
-        if path.is_dir():
-            return (path / "config.json").is_file()
-        return is_hub_name(query.model)
+        directory = find_directory(query.model)
+        return is_hub_name(query.model) if directory is None else (directory / "config.json").is_file()
 
     @classmethod
     def resolve(cls, query: ResolveQuery) -> ModelFiles:

@@ -1,0 +1,88 @@
+"""Hub names: what is asked of the hub, and what is said when it has no answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import errors
+from rabbet.contracts.weights import ResolveQuery
+from rabbet.errors import WeightsError
+from rabbet.weights.dummy import DummyFormat
+from rabbet.weights.safetensors import SafetensorsFormat
+from safetensors.torch import save_file
+
+
+class Hub:
+    """Stands for ``snapshot_download``: keeps what was asked, answers with a directory or an error."""
+
+    def __init__(self, answer: Path | Exception) -> None:
+        self.answer = answer
+        self.asked: dict[str, Any] = {}
+
+    def __call__(self, name: str, **options: Any) -> str:
+        self.asked = {"name": name, **options}
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return str(self.answer)
+
+
+def response(status: int) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid/x"))
+
+
+def test_download_passes_revision_cache_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"]}))
+    save_file({"t": torch.ones(1)}, tmp_path / "model.safetensors")
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    query = ResolveQuery(model="org/name", revision="abc", download_dir="/cache", is_offline=True)
+    files = SafetensorsFormat.resolve(query)
+    assert (files.name, files.weight_files) == ("org/name", (tmp_path / "model.safetensors",))
+    asked = hub.asked
+    assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("org/name", "abc", "/cache")
+    assert asked["local_files_only"] is True
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not [item for item in asked["allow_patterns"] if item.endswith((".py", ".bin", "*"))]
+    DummyFormat.resolve(query)
+    assert "*.safetensors" not in hub.asked["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_offline", "words"),
+    [
+        (errors.LocalEntryNotFoundError("x"), True, "offline mode is on"),
+        (errors.LocalEntryNotFoundError("x"), False, "the hub cannot be reached"),
+        (errors.GatedRepoError("x", response=response(403)), False, "gated: accept its licence"),
+        (errors.RepositoryNotFoundError("x", response=response(404)), False, "neither a directory nor on the hub"),
+        (errors.RevisionNotFoundError("x", response=response(404)), False, "neither a directory nor on the hub"),
+        (errors.HfHubHTTPError("x", response=response(500)), False, "cannot be downloaded"),
+        (httpx.ConnectError("x"), False, "cannot be downloaded"),
+        (OSError("disk full"), False, "cannot be downloaded"),
+    ],
+)
+def test_every_failure_of_the_hub_is_explained(
+    error: Exception, is_offline: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(error))
+    with pytest.raises(WeightsError, match=words) as caught:
+        SafetensorsFormat.resolve(ResolveQuery(model="org/name", revision="v9", is_offline=is_offline))
+    assert "org/name (revision 'v9')" in str(caught.value)
+
+
+def test_offline_without_a_cached_copy_makes_no_call(tmp_path: Path) -> None:
+    query = ResolveQuery(model="org/never-downloaded", download_dir=str(tmp_path), is_offline=True)
+    with pytest.raises(WeightsError, match="offline mode is on"):
+        SafetensorsFormat.resolve(query)
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "a/b/c", "../up", "x" * 5000, "a\0b", "~nobody-here/x"])
+def test_what_is_no_name_and_no_directory_is_refused_shortly(model: str) -> None:
+    with pytest.raises(WeightsError, match="neither a directory nor a hub name") as caught:
+        SafetensorsFormat.resolve(ResolveQuery(model=model))
+    assert len(str(caught.value)) < 200
