@@ -1,0 +1,129 @@
+"""What travels between an executor and its worker processes: typed msgpack, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rabbet.contracts.executor import MemoryReport
+from rabbet.types.kv import KVCacheConfig, KVCacheSpec
+from rabbet.types.outputs import StepResult
+from rabbet.types.plan import StepPlan
+
+__all__ = [
+    "Close",
+    "Done",
+    "Execute",
+    "FromWorker",
+    "InitializeCache",
+    "Load",
+    "Loaded",
+    "Profile",
+    "Profiled",
+    "Stepped",
+    "ToWorker",
+    "WorkerFailed",
+    "WorkerStart",
+    "decode_from_worker",
+    "decode_to_worker",
+    "encode",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Base: positional fields behind the class's name."""
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """First bytes on a worker's standard input."""
+
+    resolved: bytes
+    rank: int
+    world_size: int
+    init_method: str
+    socket_dir: str
+    path: list[str]
+    modules: list[str]
+
+
+class Load(_Message):
+    """Build and load the model."""
+
+
+class Profile(_Message):
+    """Measure memory."""
+
+
+class InitializeCache(_Message):
+    """Allocate the cache and warm up."""
+
+    config: KVCacheConfig
+
+
+class Execute(_Message):
+    """Run a step."""
+
+    plan: StepPlan
+
+
+class Close(_Message):
+    """Free everything and end."""
+
+
+class Loaded(_Message):
+    """The model is loaded."""
+
+    rank: int
+    specs: dict[str, KVCacheSpec]
+    digest: str
+
+
+class Profiled(_Message):
+    """Memory was measured."""
+
+    rank: int
+    report: MemoryReport
+
+
+class Done(_Message):
+    """The cache is there."""
+
+    rank: int
+
+
+class Stepped(_Message):
+    """A step ran; only rank 0 sends the result."""
+
+    rank: int
+    step_id: int
+    result: StepResult | None
+
+
+class WorkerFailed(_Message):
+    """A command failed. ``kind`` is the name of an exception of ``rabbet.errors``, or ``other``."""
+
+    rank: int
+    kind: str
+    message: str
+
+
+ToWorker = Load | Profile | InitializeCache | Execute | Close
+FromWorker = Loaded | Profiled | Done | Stepped | WorkerFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """msgpack bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Raises ``msgspec.MsgspecError`` for anything but a command."""
+    return _to_worker.decode(data)
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    """Raises ``msgspec.MsgspecError`` for anything but an answer."""
+    return _from_worker.decode(data)

@@ -1,0 +1,130 @@
+"""One rank in a process of its own: ``python -m rabbet.worker.process`` with its start message on standard input.
+
+Standard input stays open as long as the engine lives; its end ends the worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from rabbet.config.resolved import resolved_from_bytes
+from rabbet.errors import RabbetError
+from rabbet.runner.runner import DeviceRunner
+from rabbet.worker.messages import (
+    Close,
+    Done,
+    Execute,
+    FromWorker,
+    InitializeCache,
+    Load,
+    Loaded,
+    Profiled,
+    Stepped,
+    ToWorker,
+    WorkerFailed,
+    WorkerStart,
+    decode_to_worker,
+    encode,
+)
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+def _watch_parent(descriptor: int) -> None:
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os._exit(3)
+
+    threading.Thread(target=watch, name="rabbet-parent-watch", daemon=True).start()
+
+
+class _Worker:
+    """A rank that obeys."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._start = start
+        for path in start.path:
+            if path not in sys.path:
+                sys.path.append(path)
+        for module in start.modules:
+            importlib.import_module(module)
+        self._resolved = resolved_from_bytes(start.resolved)
+        self._resolved.composition.verify()
+        self._runner = DeviceRunner(
+            self._resolved, rank=start.rank, world_size=start.world_size, init_method=start.init_method
+        )
+
+    def obey(self, command: ToWorker) -> FromWorker:
+        """Run one command."""
+        rank = self._start.rank
+        if isinstance(command, Load):
+            self._runner.load()
+            return Loaded(rank=rank, specs=self._runner.kv_cache_specs(), digest=self._resolved.composition.digest)
+        if isinstance(command, InitializeCache):
+            self._runner.initialize_cache(command.config)
+            self._runner.warm_up()
+            return Done(rank=rank)
+        if isinstance(command, Execute):
+            result = self._runner.execute(command.plan)
+            return Stepped(rank=rank, step_id=command.plan.step_id, result=result if rank == 0 else None)
+        return Profiled(rank=rank, report=self._runner.profile_memory())
+
+    def close(self) -> None:
+        """Free everything."""
+        self._runner.close()
+
+
+def _answer(worker: _Worker, rank: int, command: ToWorker) -> FromWorker:
+    try:
+        return worker.obey(command)
+    except RabbetError as error:
+        return WorkerFailed(rank=rank, kind=type(error).__name__, message=str(error))
+    except Exception as error:  # the edge of the process: the executor decides what it means
+        logger.exception("rank %d failed", rank)
+        return WorkerFailed(rank=rank, kind="other", message=f"{type(error).__name__}: {error}")
+
+
+def main() -> int:
+    """Entry of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stream = sys.stdin.buffer
+    start = msgspec.msgpack.decode(stream.read(int.from_bytes(stream.read(8), "little")), type=WorkerStart)
+    _watch_parent(sys.stdin.fileno())
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(f"ipc://{start.socket_dir}/rank-{start.rank}")
+    outbox.connect(f"ipc://{start.socket_dir}/results")
+    worker: _Worker | None = None
+    try:
+        try:
+            worker = _Worker(start)
+        except RabbetError as error:
+            outbox.send(encode(WorkerFailed(rank=start.rank, kind=type(error).__name__, message=str(error))))
+            return 3
+        while True:
+            command = decode_to_worker(inbox.recv())
+            if isinstance(command, Close):
+                return 0
+            outbox.send(encode(_answer(worker, start.rank, command)))
+    finally:
+        if worker is not None:
+            worker.close()
+        inbox.close(linger=0)
+        outbox.close(linger=1000)
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
