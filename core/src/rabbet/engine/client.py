@@ -1,25 +1,20 @@
-"""The front's side of an engine process: starts it, talks to it, and notices its death."""
+"""The front's side of an engine: what it can be asked, and how its death is noticed. Where it runs is a subclass's."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import subprocess
-import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
-import msgspec
-import zmq
-
 import rabbet.errors as errors
-from rabbet.config.resolved import ResolvedConfig, resolved_from_bytes
+from rabbet.config.resolved import ResolvedConfig
 from rabbet.config.schema import EngineConfig
-from rabbet.contracts.registration import staged_registrations
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.engine.messages import (
     Abort,
@@ -30,115 +25,125 @@ from rabbet.engine.messages import (
     FromEngine,
     Heartbeat,
     Phase,
-    Ready,
-    Shutdown,
-    Start,
     ToEngine,
     Utility,
     UtilityResult,
-    decode_from_engine,
-    encode,
 )
-from rabbet.engine.transport import SocketDirectory, connect, receive_all
-from rabbet.errors import ConfigError, EngineDeadError, RabbetError
+from rabbet.errors import EngineDeadError, RabbetError, ServerError
 from rabbet.types.outputs import RequestDelta
 from rabbet.types.request import EngineRequest
 
-__all__ = ["EngineClient"]
+__all__ = ["EngineClient", "make_client"]
 
 logger = logging.getLogger(__name__)
-_POLL_S = 0.1
-_HEARTBEAT_LIMIT_S = 5.0
-_STEP_LIMIT_S = 600.0
-_EXIT_WAIT_S = 10.0
+HEARTBEAT_LIMIT_S = 5.0
+TURN_LIMIT_S = 300.0
+START_LIMIT_S = 3600.0
+START_LINE_S = 30.0
 
 
-class EngineClient:
-    """One engine process.
+def make_client(
+    config: EngineConfig, *, is_server: bool, log_level: str = "info", engine_process: bool = True
+) -> EngineClient:
+    """A client that is not started: of an engine in a process of its own, or in a thread of this one."""
+    if engine_process:
+        from rabbet.engine.process_client import ProcessEngineClient
 
-    ``start`` blocks until the engine is ready. After that a reader thread hands news to the two callbacks given to
-    ``listen``; sending is safe from any thread.
+        return ProcessEngineClient(config, is_server=is_server, log_level=log_level)
+    # Imported here: this is where torch may come into the front process.
+    from rabbet.engine.thread_client import ThreadEngineClient
+
+    return ThreadEngineClient(config, is_server=is_server)
+
+
+class EngineClient(ABC):
+    """One engine.
+
+    ``start`` blocks until the engine is ready. After that a thread hands news to the two callbacks given to ``listen``;
+    sending is safe from any thread.
+
+    Attributes:
+        info: Sizes, once it is ready.
+        resolved: What it runs, once it is ready.
+        exit_code: Status of the process after its end; None for a thread.
     """
 
-    def __init__(self, config: EngineConfig, *, is_server: bool, log_level: str = "info") -> None:
+    def __init__(self, config: EngineConfig, *, is_server: bool) -> None:
         self._config = config
         self._is_server = is_server
-        self._log_level = log_level
-        self._directory = SocketDirectory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._outbox = connect(self._context, zmq.PUSH, self._directory.address("to-engine"), bind=True)
-        self._inbox = connect(self._context, zmq.PULL, self._directory.address("from-engine"), bind=True)
-        self._send_lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
         self._on_deltas: Callable[[list[RequestDelta]], None] = lambda _deltas: None
         self._on_death: Callable[[EngineDeadError], None] = lambda _error: None
+        self._on_phase: Callable[[str], None] = lambda _name: None
+        self._phase = "starting the engine"
         self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count(1)
-        self._heartbeat: tuple[float, Heartbeat] | None = None
+        self._heartbeat: tuple[float, Heartbeat | None] = (time.monotonic(), None)
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._death_lock = threading.Lock()
         self._death: EngineDeadError | None = None
         self._is_closing = False
         self._is_closed = False
+        self.heartbeat_limit_s = HEARTBEAT_LIMIT_S
+        self.turn_limit_s = TURN_LIMIT_S
         self.exit_code: int | None = None
         self.info: EngineInfo | None = None
         self.resolved: ResolvedConfig | None = None
 
+    # ---- what a subclass does
+
+    @abstractmethod
+    def _launch(self) -> None:
+        """Start a thread that starts the engine, sets ``_started`` at the latest when that failed, and then reads."""
+
+    @abstractmethod
+    def _deliver(self, message: ToEngine) -> None:
+        """Send one message; called from any thread."""
+
+    @abstractmethod
+    def shutdown(self, timeout_s: float = 0.0) -> None:
+        """End the engine after its running requests, or after ``timeout_s``; idempotent. Nothing is left behind."""
+
     # ---- start
 
     def start(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Start the process and wait until it serves.
+        """Start the engine and wait until it serves.
+
+        Args:
+            on_phase: Told the name of each phase, in another thread.
 
         Raises:
             RabbetError: What the engine said went wrong, as the same class of ``rabbet.errors``.
         """
-        message = Start(
-            config=asdict(self._config),
-            is_server=self._is_server,
-            socket_dir=str(self._directory.path),
-            modules=_staged_modules(),
-            path=[path for path in sys.path if path],
-            log_level=self._log_level,
-        )
-        data = msgspec.msgpack.encode(message)
+        if on_phase is not None:
+            self._on_phase = on_phase
+        began = time.monotonic()
+        line_s = START_LINE_S
         try:
-            self._process = subprocess.Popen([sys.executable, "-m", "rabbet.engine.process"], stdin=subprocess.PIPE)
-            assert self._process.stdin is not None
-            self._process.stdin.write(len(data).to_bytes(8, "little") + data)
-            self._process.stdin.flush()
-            self._wait_until_ready(on_phase or (lambda _name: None))
+            self._launch()
+            while not self._started.wait(0.2):
+                waited_s = time.monotonic() - began
+                if waited_s > START_LIMIT_S:
+                    raise EngineDeadError(f"the engine is not ready after {waited_s:.0f} s; it is {self._phase}")
+                if waited_s > line_s:
+                    logger.info("the engine is %s (%.0f s)", self._phase, waited_s)
+                    line_s += START_LINE_S
+            if self._start_error is not None:
+                raise self._start_error
         except BaseException:
             self.shutdown(0)
             raise
-        self._heartbeat = None
-        self._ready_at = time.monotonic()
-        self._reader = threading.Thread(target=self._read, name="rabbet-engine-reader", daemon=True)
-        self._reader.start()
-
-    def _wait_until_ready(self, on_phase: Callable[[str], None]) -> None:
-        phase = "starting the engine process"
-        while True:
-            for message in receive_all(self._inbox, _POLL_S, decode_from_engine):
-                if isinstance(message, Phase):
-                    logger.debug("%s: %.2f s", phase, message.seconds)
-                    phase = message.name
-                    on_phase(phase)
-                elif isinstance(message, Failed):
-                    raise _error_of(message)
-                elif isinstance(message, Ready):
-                    self.info = message.info
-                    self.resolved = resolved_from_bytes(message.resolved)
-                    return
-            assert self._process is not None
-            if self._process.poll() is not None and not self._inbox.poll(_POLL_S * 1000):
-                raise EngineDeadError(f"the engine ended with status {self._process.returncode} while {phase}")
 
     def listen(
         self, on_deltas: Callable[[list[RequestDelta]], None], on_death: Callable[[EngineDeadError], None]
     ) -> None:
-        """Set the callbacks; they run in the reader thread."""
-        self._on_deltas, self._on_death = on_deltas, on_death
-        if self._death is not None:
-            on_death(self._death)
+        """Set the callbacks; they run in the reading thread, and must not raise."""
+        self._on_deltas = on_deltas
+        with self._death_lock:
+            self._on_death = on_death
+            death = self._death
+        if death is not None:
+            on_death(death)
 
     # ---- traffic
 
@@ -147,20 +152,32 @@ class EngineClient:
 
         Raises:
             EngineDeadError: If nobody is there to take it.
+            InvalidRequestError: If it holds a value that cannot be sent.
         """
         self._send(Add(request=request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Tell the engine that nobody waits for these; quiet if the engine is gone."""
-        if self._death is None and not self._is_closing:
+        with contextlib.suppress(EngineDeadError):
             self._send(Abort(request_ids=list(request_ids)))
 
     def call(self, name: str) -> Future[Any]:
-        """Call a utility by name."""
+        """Call a utility by name.
+
+        Raises:
+            EngineDeadError: If nobody is there to answer.
+        """
         future: Future[Any] = Future()
         call_id = next(self._call_ids)
         self._calls[call_id] = future
-        self._send(Utility(call_id=call_id, name=name))
+        try:
+            self._send(Utility(call_id=call_id, name=name))
+        except BaseException:
+            self._calls.pop(call_id, None)
+            raise
+        if self._death is not None:
+            # It died while we sent; nobody else may have seen this call.
+            _settle(self._calls.pop(call_id, None), error=self._death)
         return future
 
     def _send(self, message: ToEngine) -> None:
@@ -168,119 +185,75 @@ class EngineClient:
             raise self._death
         if self._is_closing:
             raise EngineDeadError("the engine is being shut down")
-        with self._send_lock:
-            self._outbox.send(encode(message))
-
-    def _read(self) -> None:
-        while not self._is_closed:
-            messages = receive_all(self._inbox, _POLL_S, decode_from_engine)
-            for message in messages:
-                self._handle(message)  # type: ignore[arg-type]
-            assert self._process is not None
-            if not messages and self._process.poll() is not None:
-                self.exit_code = self._process.returncode
-                if not self._is_closing:
-                    self._die(EngineDeadError(f"the engine process ended with status {self.exit_code}"))
-                return
+        self._deliver(message)
 
     def _handle(self, message: FromEngine) -> None:
+        """Take in one message; in the reading thread."""
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
         elif isinstance(message, Heartbeat):
             self._heartbeat = (time.monotonic(), message)
         elif isinstance(message, UtilityResult):
-            future = self._calls.pop(message.call_id, None)
-            if future is not None and message.error is not None:
-                future.set_exception(errors.ServerError(message.error))
-            elif future is not None:
-                future.set_result(message.value)
-        elif isinstance(message, Failed):
+            error = ServerError(message.error) if message.error is not None else None
+            _settle(self._calls.pop(message.call_id, None), value=message.value, error=error)
+        elif isinstance(message, Phase):
+            logger.debug("%s: %.2f s", self._phase, message.seconds)
+            self._phase = message.name
+            self._on_phase(message.name)
+        elif isinstance(message, Failed) and self._started.is_set():
             self._die(EngineDeadError(f"the engine failed: {message.message}"))
+        elif isinstance(message, Failed):
+            raise _error_of(message)
 
     def _die(self, error: EngineDeadError) -> None:
-        if self._death is not None:
-            return
-        self._death = error
+        """Every call ends with the error, and so does everybody who listens. Once."""
+        with self._death_lock:
+            if self._death is not None:
+                return
+            self._death = error
+            on_death = self._on_death
         logger.error("%s", error)
-        for future in self._calls.values():
-            future.set_exception(error)
-        self._calls.clear()
-        self._on_death(error)
+        self._settle_calls(error)
+        on_death(error)
+
+    def _settle_calls(self, error: EngineDeadError) -> None:
+        while self._calls:
+            _settle(self._calls.popitem()[1], error=error)
 
     # ---- state
 
     @property
     def stats(self) -> SchedulerStats | None:
         """The newest numbers, at most about half a second old."""
-        return self._heartbeat[1].stats if self._heartbeat else None
+        beat = self._heartbeat[1]
+        return beat.stats if beat else None
 
     def check_health(self) -> None:
-        """Raise unless the engine's loop is alive.
+        """Raise unless the engine's loop is alive. An engine that was only slow is healthy again when it is heard of.
 
         Raises:
-            EngineDeadError: If the process ended, its heartbeat stopped, or a step has run for very long.
+            EngineDeadError: If it ended, its heartbeat stopped, or one turn of its loop takes very long.
         """
         if self._death is not None:
             raise self._death
         if self._is_closing:
             raise EngineDeadError("the engine is being shut down")
-        seen, beat = self._heartbeat or (self._ready_at, None)
-        silence = time.monotonic() - seen
-        if silence > _HEARTBEAT_LIMIT_S:
-            raise EngineDeadError(f"the engine has not been heard of for {silence:.0f} s")
-        if beat is not None and beat.busy_s > _STEP_LIMIT_S:
+        seen, beat = self._heartbeat
+        silence_s = time.monotonic() - seen
+        if silence_s > self.heartbeat_limit_s:
+            raise EngineDeadError(f"the engine has not been heard of for {silence_s:.0f} s")
+        if beat is not None and beat.busy_s > self.turn_limit_s:
             raise EngineDeadError(f"the engine has been in one step for {beat.busy_s:.0f} s")
 
-    def shutdown(self, timeout_s: float = 0.0) -> None:
-        """End the engine after its running requests, or after ``timeout_s``; idempotent. Nothing is left behind."""
-        if self._is_closed:
-            return
-        process = self._process
-        if process is not None and process.poll() is None and self._death is None and self.info is not None:
-            with self._send_lock:
-                self._is_closing = True
-                self._outbox.send(encode(Shutdown(timeout_s=timeout_s)))
-        self._is_closing = True
-        if process is not None:
-            self._end(process, timeout_s if self.info is not None else 0.0)
-        if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join(timeout=_EXIT_WAIT_S)
-        self._is_closed = True
-        self._outbox.close(linger=0)
-        self._inbox.close(linger=0)
-        self._context.term()
-        self._directory.close()
 
-    def _end(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-        is_asked = self._death is None and self.info is not None
-        try:
-            process.wait(timeout=timeout_s + _EXIT_WAIT_S if is_asked else 0.5)
-        except subprocess.TimeoutExpired:
-            logger.debug("the engine does not end by itself and is killed")
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-        self.exit_code = process.returncode
-
-
-def _staged_modules() -> list[str]:
-    """Modules of classes that this process registered itself; the engine imports them before it chooses.
-
-    Raises:
-        ConfigError: For a class in ``__main__``, which no other process can import.
-    """
-    modules: list[str] = []
-    for record in staged_registrations():
-        if record.module == "__main__":
-            raise ConfigError(
-                f"{record.kind}/{record.name} is registered in the main script, which the engine process cannot import; "
-                "move it into a module, pass the file with --plugin, or use engine_process=False",
-                field="plugins",
-            )
-        if record.module not in modules:
-            modules.append(record.module)
-    return modules
+def _settle(future: Future[Any] | None, *, value: Any = None, error: Exception | None = None) -> None:
+    """Answer a call, unless whoever asked has given it up."""
+    if future is None or not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
 
 
 def _error_of(message: Failed) -> RabbetError:

@@ -6,20 +6,25 @@ import logging
 import time
 from collections.abc import Callable
 
+from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.engine.core import EngineCore
-from rabbet.engine.messages import Abort, Add, Deltas, FromEngine, Shutdown, ToEngine, Utility, UtilityResult
-from rabbet.types.outputs import FinishReason, RequestDelta
+from rabbet.engine.messages import Abort, Add, Deltas, FromEngine, Heartbeat, Shutdown, ToEngine, Utility, UtilityResult
+from rabbet.types.outputs import RequestDelta
 
 __all__ = ["EngineLoop"]
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 0.5
+# Requests that wait for something outside (a load, a grammar) are looked at again that often.
+_WAITING_S = 0.002
+_STATS_S = 0.2
 
 
 class EngineLoop:
     """Runs until a shutdown message has been honoured.
 
     ``receive(timeout_s)`` returns the messages that are there, waiting at most that long for the first one.
+    ``heartbeat`` may be called from another thread: it reads what the loop published.
     """
 
     def __init__(
@@ -29,22 +34,46 @@ class EngineLoop:
         self._receive = receive
         self._send = send
         self._deadline_s: float | None = None
+        self._turn_started_s: float | None = None
+        self._published: tuple[float, SchedulerStats] = (time.monotonic(), core.stats())
 
     def run(self) -> None:
-        """The loop."""
+        """The loop.
+
+        Raises:
+            EngineDeadError: If the engine cannot go on. Its open requests are ended by whoever hears of it.
+        """
         core = self._core
+        wait_s = 0.0
         while True:
-            is_busy = core.has_work()
-            for message in self._receive(0.0 if is_busy else self._idle_wait()):
+            if not core.has_work():
+                self._publish(always=True)
+                self._turn_started_s = None
+                wait_s = 0.0 if self._deadline_s is not None else _IDLE_S
+            messages = self._receive(wait_s)
+            self._turn_started_s = time.monotonic()
+            for message in messages:
                 self._handle(message)
             if self._deadline_s is not None and (not core.has_work() or time.monotonic() >= self._deadline_s):
-                self._emit(core.abort_all(FinishReason.ABORT))
+                self._emit(core.abort_all())
                 return
+            wait_s = 0.0
             if core.has_work():
-                self._emit(core.step())
+                deltas = core.step()
+                self._emit(deltas)
+                wait_s = _WAITING_S if core.is_waiting and not deltas else 0.0
+            self._publish()
 
-    def _idle_wait(self) -> float:
-        return 0.0 if self._deadline_s is not None else _IDLE_S
+    def heartbeat(self) -> Heartbeat:
+        """The newest numbers, and how long the current turn has been going on (0 while the loop waits for work)."""
+        started = self._turn_started_s
+        busy_s = 0.0 if started is None else max(0.0, time.monotonic() - started)
+        return Heartbeat(busy_s=busy_s, stats=self._published[1])
+
+    def _publish(self, *, always: bool = False) -> None:
+        now = time.monotonic()
+        if always or now - self._published[0] >= _STATS_S:
+            self._published = (now, self._core.stats())
 
     def _emit(self, deltas: list[RequestDelta]) -> None:
         if deltas:
@@ -52,8 +81,7 @@ class EngineLoop:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
-            refusal = self._core.add(message.request)
-            self._emit([refusal] if refusal else [])
+            self._emit(self._core.add(message.request))
         elif isinstance(message, Abort):
             self._emit(self._core.abort(message.request_ids))
         elif isinstance(message, Shutdown):
@@ -63,6 +91,7 @@ class EngineLoop:
 
     def _call(self, message: Utility) -> UtilityResult:
         calls: dict[str, Callable[[], object]] = {
+            "ping": lambda: True,
             "reset_prefix_cache": self._core.reset_prefix_cache,
             "check_integrity": self._core.check_integrity,
             "stats": self._core.stats,
@@ -72,5 +101,6 @@ class EngineLoop:
             return UtilityResult(call_id=message.call_id, value=None, error=f"there is no call {message.name!r}")
         try:
             return UtilityResult(call_id=message.call_id, value=call(), error=None)
-        except AssertionError as error:
-            return UtilityResult(call_id=message.call_id, value=None, error=str(error))
+        except Exception as error:  # the caller is told; the engine goes on
+            logger.warning("the call %s failed", message.name, exc_info=error)
+            return UtilityResult(call_id=message.call_id, value=None, error=str(error) or type(error).__name__)

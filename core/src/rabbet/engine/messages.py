@@ -46,6 +46,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         socket_dir: Private directory with the sockets.
         modules: Modules whose decorators staged plugins in the front process.
         path: ``sys.path`` of the front process, so that these modules are found.
+        parent_pid: The front process, so that the engine notices if it died before the engine could watch it.
         log_level: Least severe level that is logged.
     """
 
@@ -54,29 +55,30 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     modules: list[str]
     path: list[str]
+    parent_pid: int
     log_level: str = "info"
 
 
-class Add(_Message):
+class Add(_Message, frozen=True, kw_only=True):
     """A new request."""
 
     request: EngineRequest
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True, kw_only=True):
     """Requests that nobody waits for any more."""
 
     request_ids: list[str]
 
 
-class Utility(_Message):
-    """A call by name: ``reset_prefix_cache``, ``stats``, ``check_integrity``."""
+class Utility(_Message, frozen=True, kw_only=True):
+    """A call by name: ``ping``, ``reset_prefix_cache``, ``stats``, ``check_integrity``."""
 
     call_id: int
     name: str
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True, kw_only=True):
     """End after the running requests, or at once with a timeout of 0."""
 
     timeout_s: float
@@ -96,34 +98,34 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
 
 
-class Phase(_Message):
+class Phase(_Message, frozen=True, kw_only=True):
     """A phase of the start has begun; ``seconds`` is how long the one before took."""
 
     name: str
     seconds: float
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True, kw_only=True):
     """The engine serves. ``resolved`` is what it runs, as ``resolved_to_bytes`` writes it."""
 
     info: EngineInfo
     resolved: bytes
 
 
-class Deltas(_Message):
+class Deltas(_Message, frozen=True, kw_only=True):
     """News of requests after one step."""
 
     deltas: list[RequestDelta]
 
 
-class Heartbeat(_Message):
-    """The engine's loop lives. ``busy_s`` is how long the current step has been running, 0 between steps."""
+class Heartbeat(_Message, frozen=True, kw_only=True):
+    """The engine's loop lives. ``busy_s`` is how long its current turn has been going on, 0 without work."""
 
     busy_s: float
     stats: SchedulerStats
 
 
-class UtilityResult(_Message):
+class UtilityResult(_Message, frozen=True, kw_only=True):
     """Answer to a ``Utility``; ``error`` is None if it worked."""
 
     call_id: int
@@ -131,7 +133,7 @@ class UtilityResult(_Message):
     error: str | None
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True, kw_only=True):
     """The engine cannot start or go on. ``kind`` is the name of an exception of ``rabbet.errors``, or ``other``."""
 
     kind: str

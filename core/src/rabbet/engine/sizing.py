@@ -30,31 +30,39 @@ def fit_context(
     fits = max_len_that_fits(specs, num_blocks, wanted)
     if fits >= wanted:
         return wanted
-    needed = bytes_for_one_request(specs, wanted) / _GIB
-    available = report.available_kv_bytes / _GIB
     if resolved.is_max_model_len_auto and fits > 1:
         logger.info("context: %d of the model's %d tokens fit into the KV cache (--max-model-len auto)", fits, wanted)
         return fits
+    needed = bytes_for_one_request(specs, wanted) / _GIB
+    available = report.available_kv_bytes / _GIB
     raise ConfigError(
-        f"the KV cache has {available:.2f} GiB ({max(num_blocks - 1, 0)} blocks), but one request of {wanted} tokens needs "
-        f"{needed:.2f} GiB; at most {fits} tokens would fit. Raise --kv-cache-memory-bytes or --gpu-memory-utilization, "
-        "or lower --max-model-len",
+        f"the KV cache has {available:.3f} GiB ({max(num_blocks - 1, 0)} blocks), but one request of {wanted} tokens "
+        f"needs {needed:.3f} GiB; the largest --max-model-len that fits is {fits}. {_advice(resolved, fits)}",
         field="model.max_model_len",
     )
+
+
+def _advice(resolved: ResolvedConfig, fits: int) -> str:
+    cache = resolved.config.cache
+    if cache.num_gpu_blocks_override is not None:
+        raising = f"Raise --num-gpu-blocks-override (now {cache.num_gpu_blocks_override})"
+    elif cache.kv_cache_memory_bytes is not None:
+        raising = f"Raise --kv-cache-memory-bytes (now {cache.kv_cache_memory_bytes})"
+    else:
+        raising = f"Raise --gpu-memory-utilization (now {resolved.memory_fraction:g}), or set --kv-cache-memory-bytes"
+    return f"{raising}, or use --max-model-len {fits} or auto" if fits > 1 else raising
 
 
 def report_capacity(info: EngineInfo, report: MemoryReport) -> None:
     """The lines of the start-up log about memory."""
     logger.info(
-        "memory: weights %.2f GiB, activations %.2f GiB, KV cache %.2f GiB",
-        report.weights_bytes / _GIB,
-        report.activation_bytes / _GIB,
-        info.kv_cache_bytes / _GIB,
+        "memory: weights %.2f GiB, activations %.2f GiB", report.weights_bytes / _GIB, report.activation_bytes / _GIB
     )
     logger.info(
-        "KV cache size: %d tokens in %d blocks; maximum concurrency for %d tokens per request: %.2fx",
+        "KV cache: %d tokens in %d blocks (%.2f GiB); maximum concurrency for %d tokens per request: %.2fx",
         info.capacity_tokens,
         info.num_blocks - 1,
+        info.kv_cache_bytes / _GIB,
         info.max_model_len,
         info.max_concurrency,
     )

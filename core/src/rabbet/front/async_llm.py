@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rabbet.config.load import engine_config_from_kwargs
 from rabbet.config.schema import EngineConfig
 from rabbet.contracts.scheduler import SchedulerStats
-from rabbet.engine.client import EngineClient
+from rabbet.engine.client import EngineClient, make_client
 from rabbet.errors import EngineDeadError
 from rabbet.front.base import FrontBase, TrackedRequest
 from rabbet.front.outputs import RequestOutput
@@ -18,6 +19,8 @@ from rabbet.types.outputs import RequestDelta
 from rabbet.types.sampling import SamplingParams
 
 __all__ = ["AsyncLLM"]
+
+_LONG_TEXT_CHARS = 16_384
 
 
 class AsyncLLM(FrontBase):
@@ -38,19 +41,28 @@ class AsyncLLM(FrontBase):
         is_server: bool = False,
         on_phase: Callable[[str], None] | None = None,
         log_level: str = "info",
+        engine_process: bool = True,
     ) -> AsyncLLM:
         """Start an engine and wait until it serves, without blocking the loop.
+
+        Args:
+            config: What to run.
+            is_server: Online serving has other default budgets than offline use.
+            on_phase: Told the name of each phase of the start, in another thread.
+            log_level: Of the engine process.
+            engine_process: False runs the engine in a thread of this process, for debugging.
 
         Raises:
             RabbetError: What the engine said went wrong.
         """
-        client = EngineClient(config, is_server=is_server, log_level=log_level)
+        client = make_client(config, is_server=is_server, log_level=log_level, engine_process=engine_process)
         try:
             await asyncio.to_thread(client.start, on_phase)
-        except asyncio.CancelledError:
+            return cls(config, client)
+        except BaseException:
+            # The thread of a cancelled start still waits; this ends its engine, and so the thread.
             await asyncio.to_thread(client.shutdown)
             raise
-        return cls(config, client)
 
     @classmethod
     async def from_model(cls, model: str, **options: Any) -> AsyncLLM:
@@ -82,17 +94,29 @@ class AsyncLLM(FrontBase):
         request_id: str | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         clamp_max_tokens: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request as they come, by ``sampling_params.output_kind``; the last one has ``finished``.
 
         Leaving the generator early aborts the request in the engine. A slow reader gets several tokens at once.
 
+        Args:
+            prompt: Text, token ids, a mapping, or what ``processor.tokenize`` made of one of these.
+            sampling_params: The model's defaults if None.
+            request_id: A name for ``abort`` and the outputs; made up if None. It need not be unique.
+            priority: Lower goes first, under the priority policy.
+            cache_salt: Only requests with the same salt share cached blocks.
+            clamp_max_tokens: Lower a ``max_tokens`` beyond the context instead of refusing it.
+
         Raises:
             ClientError: Before the first output, if the request is wrong.
+            OverloadedError: If too many requests wait.
             EngineDeadError: If the engine is gone, or dies before the end.
         """
-        tokens = prompt if isinstance(prompt, TokenizedPrompt) else self.processor.tokenize(prompt)
+        tokens = prompt if isinstance(prompt, TokenizedPrompt) else await self.tokenize(prompt)
+        if cache_salt is not None:
+            tokens = replace(tokens, cache_salt=self.processor.check_salt(cache_salt))
         wake = asyncio.Event()
         sampling = sampling_params or self.get_default_sampling_params()
         tracked = self.submit(
@@ -109,6 +133,21 @@ class AsyncLLM(FrontBase):
                     return
         finally:
             self.abandon(tracked)
+
+    async def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """As ``processor.tokenize``; a long text does not block the event loop.
+
+        Raises:
+            InvalidRequestError: If the prompt is empty, of no known form, or holds ids outside the vocabulary.
+        """
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self.processor.tokenize, prompt)
+        return self.processor.tokenize(prompt)
+
+    async def abort(self, request_id: str) -> None:
+        """End every open request of that name; its generator gives what there is, with ``finish_reason`` ``abort``."""
+        self.abort_request(request_id)
 
     @staticmethod
     def _next(tracked: TrackedRequest) -> RequestOutput | None:
@@ -135,3 +174,6 @@ class AsyncLLM(FrontBase):
     async def shutdown(self, timeout_s: float = 0.0) -> None:
         """End the engine after its running requests, or after ``timeout_s``; idempotent."""
         await asyncio.to_thread(self.client.shutdown, timeout_s)
+        # News that the reading thread handed over come first; then what is still open will never end by itself.
+        self._loop.call_soon(self.on_death, EngineDeadError("the engine is shut down"))
+        await asyncio.sleep(0)

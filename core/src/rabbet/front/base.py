@@ -13,16 +13,16 @@ from typing import Any
 
 from rabbet.config.schema import EngineConfig
 from rabbet.engine.client import EngineClient
-from rabbet.errors import EngineDeadError, InvalidRequestError
+from rabbet.errors import EngineDeadError, InvalidRequestError, OverloadedError, RabbetError
 from rabbet.front.chat import render_chat
 from rabbet.front.defaults import sampling_defaults
-from rabbet.front.processor import Processor, Prompt, TokenizedPrompt
+from rabbet.front.processor import Processor, TokenizedPrompt
 from rabbet.front.request_state import RequestState
 from rabbet.front.tokenizer import Tokenizer, load_tokenizer
-from rabbet.types.outputs import FinishReason, RequestDelta
+from rabbet.types.outputs import RequestDelta
 from rabbet.types.sampling import SamplingParams
 
-__all__ = ["FrontBase", "ModelInfo", "TrackedRequest"]
+__all__ = ["FrontBase", "ModelInfo", "TrackedRequest", "derive_seed"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,12 @@ class TrackedRequest:
     state: RequestState
     notify: Callable[[], None]
     engine_ids: list[str]
-    failure: EngineDeadError | None = None
+    failure: RabbetError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.failure is not None or self.state.is_finished
 
 
 class FrontBase:
@@ -89,6 +94,7 @@ class FrontBase:
             max_logprobs=model.max_logprobs,
             eos_token_ids=resolved.eos_token_ids,
         )
+        self._stream_interval = config.scheduler.stream_interval
         self.model_info = ModelInfo(
             names=tuple(model.served_model_name) or (resolved.files.name,),
             max_model_len=info.max_model_len,
@@ -156,7 +162,7 @@ class FrontBase:
         priority: int = 0,
         clamp_max_tokens: bool = False,
     ) -> TrackedRequest:
-        """Check and send a request; ``notify`` is called after each news. With ``n`` outputs the engine gets ``n`` requests.
+        """Check and send a request, as ``n`` requests of the engine; ``notify`` is called after each news.
 
         Raises:
             ClientError: If anything about it is wrong; nothing was sent then.
@@ -178,15 +184,15 @@ class FrontBase:
                     clamp_max_tokens=clamp_max_tokens,
                 )
             )
-        state = RequestState(public_id, prompt, sampling, self.tokenizer)
+        state = RequestState(public_id, prompt, sampling, self.tokenizer, default_interval=self._stream_interval)
         tracked = TrackedRequest(state, notify, [request.request_id for request in requests])
         for index, request in enumerate(requests):
             self._tracked[request.request_id] = (tracked, index)
         try:
             for request in requests:
                 self.client.add(request)
-        except EngineDeadError:
-            self.forget(tracked)
+        except BaseException:
+            self.abandon(tracked)
             raise
         return tracked
 
@@ -212,6 +218,13 @@ class FrontBase:
         if unfinished:
             self.client.abort(unfinished)
 
+    def abort_request(self, request_id: str) -> int:
+        """End every open request that its caller named so, with what it has so far; returns how many outputs end."""
+        ids = [key for key, (tracked, _) in self._tracked.items() if tracked.state.request_id == request_id]
+        if ids:
+            self.client.abort(ids)
+        return len(ids)
+
     def on_deltas(self, deltas: Sequence[RequestDelta]) -> None:
         """Route news to requests. News of requests that were given up are dropped."""
         touched: dict[int, TrackedRequest] = {}
@@ -221,16 +234,29 @@ class FrontBase:
             if found is None:
                 continue
             tracked, index = found
-            must_abort = tracked.state.feed(index, delta)
+            must_abort = self._feed(tracked, index, delta)
             if must_abort:
                 aborts.append(delta.request_id)
             if must_abort or delta.finish_reason is not None:
-                del self._tracked[delta.request_id]
+                self._tracked.pop(delta.request_id, None)
             touched[id(tracked)] = tracked
         if aborts:
             self.client.abort(aborts)
         for tracked in touched.values():
             tracked.notify()
+
+    def _feed(self, tracked: TrackedRequest, index: int, delta: RequestDelta) -> bool:
+        """Give one delta to its request; True if the engine must end it because we have what we want, or failed."""
+        if delta.error_kind is not None:
+            tracked.failure = _refusal(delta)
+            self.abandon(tracked)
+            return False
+        try:
+            return tracked.state.feed(index, delta)
+        except Exception as error:  # a tokenizer that fails on some ids must not end the others' streams
+            logger.exception("reading the output of request %s failed", tracked.state.request_id)
+            tracked.state.fail(index, f"the output could not be turned into text ({type(error).__name__})")
+            return delta.finish_reason is None
 
     def on_death(self, error: EngineDeadError) -> None:
         """Every open request ends with the error."""
@@ -238,11 +264,8 @@ class FrontBase:
         self._tracked.clear()
         for tracked in open_requests.values():
             tracked.failure = error
-            for index, output in enumerate(tracked.state.outputs):
-                if output.finish_reason is None:
-                    tracked.state.feed(
-                        index, RequestDelta(request_id="", finish_reason=FinishReason.ERROR, error=str(error))
-                    )
+            for index in range(len(tracked.state.outputs)):
+                tracked.state.fail(index, str(error))
             tracked.notify()
 
     @property
@@ -251,13 +274,27 @@ class FrontBase:
         return len(self._tracked)
 
 
+def _refusal(delta: RequestDelta) -> RabbetError:
+    """The exception for a request that the engine did not accept."""
+    message = delta.error or "the engine refused the request"
+    return OverloadedError(message) if delta.error_kind == "OverloadedError" else InvalidRequestError(message)
+
+
+def derive_seed(seed: int, offset: int) -> int:
+    """The seed of the ``offset``-th sample of a seed: itself for 0, and others for others.
+
+    Never -1, which would mean no seed at all.
+    """
+    return seed if offset == 0 else (seed + offset) % (1 << 63)
+
+
 def _one_output(sampling: SamplingParams, index: int) -> SamplingParams:
     """The parameters of output ``index`` of ``n``: a seed of its own, prompt log probabilities once."""
     if sampling.n == 1:
         return sampling
     changes: dict[str, Any] = {"n": 1}
     if sampling.seed is not None:
-        changes["seed"] = (sampling.seed + index) % (1 << 63)
+        changes["seed"] = derive_seed(sampling.seed, index)
     if index > 0:
         changes["prompt_logprobs"] = None
         changes["skip_reading_prefix_cache"] = False

@@ -5,6 +5,7 @@ Source: the template interface of transformers (names and functions that templat
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -12,9 +13,12 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rabbet.errors import InvalidRequestError
+from rabbet.errors import InvalidRequestError, shorten
 
 __all__ = ["normalise_messages", "render_chat"]
 
@@ -57,8 +61,9 @@ def render_chat(
             **{**special_tokens, **given},
         )
     except jinja2.TemplateError as error:
-        raise InvalidRequestError(f"the chat template refuses these messages: {error.message}", field="messages") from error
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        message = f"the chat template refuses these messages: {error.message}"
+        raise InvalidRequestError(message, field="messages") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InvalidRequestError(
             f"the chat template cannot render these messages ({type(error).__name__})", field="messages"
         ) from error
@@ -75,6 +80,8 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         raise InvalidRequestError("messages is empty", field="messages")
     plain = []
     for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"messages[{index}] is {shorten(message)}, no object", field="messages")
         role = message.get("role")
         if not isinstance(role, str):
             raise InvalidRequestError(f"messages[{index}] has no role", field="messages")
@@ -84,6 +91,8 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
             if message.get(key) is not None:
                 entry[key] = message[key]
         if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], list | tuple):
+                raise InvalidRequestError(f"messages[{index}].tool_calls must be a list", field="messages")
             entry["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
         reasoning = message.get("reasoning") or message.get("reasoning_content")
         if reasoning:
@@ -119,10 +128,8 @@ def _tool_call(call: Any) -> Any:
         return call
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except json.JSONDecodeError:
-            pass
     return {**call, "function": function}
 
 
@@ -137,20 +144,34 @@ def _cut_after(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     return text[: position + len(last)]
 
 
+class _GenerationMark(Extension):
+    """``{% generation %}`` .. ``{% endgeneration %}`` marks what the model wrote, for training; no more here."""
+
+    tags = {"generation"}  # noqa: RUF012  the attribute is jinja2's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationMark]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(f"the chat template is wrong at line {error.lineno}: {error.message}", field="chat_template") from error
+        message = f"the chat template is wrong at line {error.lineno}: {error.message}"
+        raise InvalidRequestError(message, field="chat_template") from error
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ __all__ = ["Processor", "Prompt", "TokenizedPrompt"]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the last two may hold ``cache_salt``."""
 
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _MAX_SALT_CHARS = 128
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Processor:
         self.max_model_len = max_model_len
         self._max_logprobs = max_logprobs
         self._eos_token_ids = list(eos_token_ids)
+        self._has_warned = False
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokens of a prompt in any of its forms.
@@ -54,6 +58,11 @@ class Processor:
         """
         salt = None
         if isinstance(prompt, Mapping):
+            if unknown := sorted(str(key) for key in prompt if key not in _PROMPT_KEYS):
+                shown = ", ".join(map(shorten, unknown[:4]))
+                raise InvalidRequestError(
+                    f"a prompt mapping holds {shown}; known are {', '.join(_PROMPT_KEYS)}", field="prompt"
+                )
             salt = self._salt(prompt.get("cache_salt"))
             known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             if not known:
@@ -62,11 +71,37 @@ class Processor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("the tokenizer is off (skip_tokenizer_init); give token ids", field="prompt")
+            self._check_chars(prompt)
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if not ids:
                 raise InvalidRequestError("prompt is empty", field="prompt", value=prompt)
+            if add_special_tokens:
+                self._warn_of_double_start(ids)
             return TokenizedPrompt(prompt, ids, salt)
         return TokenizedPrompt(None, self._ids(prompt), salt)
+
+    def _check_chars(self, text: str) -> None:
+        """Refuse a text that cannot fit, before the seconds that it would take to tokenise it."""
+        if self.tokenizer is None or len(text) <= self.max_model_len:
+            return
+        least = -(-len(text) // self.tokenizer.max_token_chars)
+        if least > self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters, which are at least {least} tokens, but the context is "
+                f"{self.max_model_len} tokens long; shorten the prompt",
+                field="prompt",
+            )
+
+    def _warn_of_double_start(self, ids: Sequence[int]) -> None:
+        if self._has_warned or self.tokenizer is None or len(ids) < 2 or ids[0] != ids[1]:
+            return
+        if ids[0] in self.tokenizer.special_ids:
+            self._has_warned = True
+            logger.warning(
+                "a prompt starts with the token %r twice: its text has it and the tokenizer adds it; pass it without, "
+                "or set add_special_tokens to false (said once)",
+                self.tokenizer.token(ids[0]),
+            )
 
     def _ids(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, list | tuple) or isinstance(prompt, str):
@@ -91,7 +126,9 @@ class Processor:
             return None
         if not isinstance(salt, str) or not 1 <= len(salt) <= _MAX_SALT_CHARS or not salt.isprintable():
             raise InvalidRequestError(
-                f"cache_salt must be printable text of 1 to {_MAX_SALT_CHARS} characters", field="cache_salt", value=salt
+                f"cache_salt must be printable text of 1 to {_MAX_SALT_CHARS} characters",
+                field="cache_salt",
+                value=salt,
             )
         return salt
 
@@ -132,16 +169,16 @@ class Processor:
         room = self.max_model_len - num_prompt
         if room < 1:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens, but the context is {self.max_model_len} tokens long and needs room "
-                "for at least one output token; shorten the prompt",
+                f"the prompt has {num_prompt} tokens, but the context is {self.max_model_len} tokens long and needs "
+                "room for at least one output token; shorten the prompt",
                 field="prompt",
                 value=num_prompt,
             )
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room and not clamp_max_tokens:
             raise ContextLengthError(
-                f"max_tokens is {wanted} and the prompt has {num_prompt} tokens, but the context is {self.max_model_len} "
-                f"tokens long; shorten the prompt, or ask for at most {room} tokens",
+                f"max_tokens is {wanted} and the prompt has {num_prompt} tokens, but the context is "
+                f"{self.max_model_len} tokens long; shorten the prompt, or ask for at most {room} tokens",
                 field="max_tokens",
                 value=wanted,
             )
@@ -155,7 +192,7 @@ class Processor:
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
+            sampling=self._bounded(sampling, max_tokens),
             max_tokens=max_tokens,
             eos_token_ids=[] if sampling.ignore_eos else self._eos_token_ids,
             bad_words_token_ids=self._bad_words(sampling.bad_words),
@@ -163,6 +200,17 @@ class Processor:
             priority=priority,
             cache_salt=prompt.cache_salt,
         )
+
+    def _bounded(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+        """The same parameters with numbers that fit into a message, and without what only the front needs."""
+        changes: dict[str, Any] = {}
+        if sampling.max_tokens != max_tokens:
+            changes["max_tokens"] = max_tokens
+        if sampling.top_k > self._vocab_size:
+            changes["top_k"] = 0
+        if sampling.stream_interval is not None:
+            changes["stream_interval"] = None
+        return sampling.clone(**changes) if changes else sampling
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it stands at the start of a text and after a space."""

@@ -28,7 +28,9 @@ class _News:
 class OutputState:
     """One of the ``n`` outputs."""
 
-    def __init__(self, index: int, sampling: SamplingParams, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, index: int, sampling: SamplingParams, tokenizer: Tokenizer | None, prompt: Sequence[int]
+    ) -> None:
         self.index = index
         self.sampling = sampling
         self._tokenizer = tokenizer
@@ -50,8 +52,12 @@ class OutputState:
         """Take in a delta; True if a stop string was found and the engine must be told to end."""
         if self.finish_reason is not None:
             return False
+        # The end token or stop id is no text, unless the caller wants to see what ended the output.
+        is_stopped = delta.finish_reason is FinishReason.STOP and not self.sampling.include_stop_str_in_output
+        last = len(delta.new_token_ids) - 1
         for position, token_id in enumerate(delta.new_token_ids):
-            self._feed_token(token_id, delta.logprobs[position] if delta.logprobs else None)
+            logprobs = delta.logprobs[position] if delta.logprobs else None
+            self._feed_token(token_id, logprobs, is_text=not (is_stopped and position == last))
             if self._stops.found is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._stops.found
                 return delta.finish_reason is None
@@ -64,7 +70,12 @@ class OutputState:
             self.error = delta.error
         return False
 
-    def _feed_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def fail(self, message: str) -> None:
+        """End with an error, if it has not ended."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = FinishReason.ERROR.value, message
+
+    def _feed_token(self, token_id: int, logprobs: TokenLogprobs | None, *, is_text: bool) -> None:
         self.total.token_ids.append(token_id)
         self.news.token_ids.append(token_id)
         if logprobs is not None:
@@ -72,7 +83,7 @@ class OutputState:
             self.cumulative_logprob += logprobs.logprobs[0]
             self.total.logprobs.append(entry)
             self.news.logprobs.append(entry)
-        if self._detokenizer is not None:
+        if self._detokenizer is not None and is_text:
             self._show(self._detokenizer.feed([token_id]))
 
     def _show(self, text: str, *, is_last: bool = False) -> None:
@@ -114,7 +125,13 @@ class RequestState:
     """A request with its ``n`` outputs. Used from one thread."""
 
     def __init__(
-        self, request_id: str, prompt: TokenizedPrompt, sampling: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        default_interval: int = 1,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -127,6 +144,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time_s=time.time())
         self._last_finish: list[bool] = [False] * sampling.n
         self._is_final_shown = False
+        self._interval = sampling.stream_interval or default_interval
 
     @property
     def is_finished(self) -> bool:
@@ -150,30 +168,38 @@ class RequestState:
             self.metrics.finished_time_s = time.time()
         return must_abort
 
+    def fail(self, index: int, message: str) -> None:
+        """End one output with an error, if it has not ended."""
+        self.outputs[index].fail(message)
+        if self.is_finished:
+            self.metrics.finished_time_s = time.time()
+
     def take(self) -> RequestOutput | None:
-        """What there is to show by ``output_kind`` and ``stream_interval``, or None."""
+        """What there is to show by ``output_kind`` and ``stream_interval``, or None. The last one has ``finished``."""
         kind, finished = self.sampling.output_kind, self.is_finished
         if self._is_final_shown or (kind is OutputKind.FINAL_ONLY and not finished):
             return None
-        interval = self.sampling.stream_interval or 1
-        shown: list[CompletionOutput] = []
-        for output in self.outputs:
-            is_ready = len(output.news.token_ids) >= interval or len(output.total.token_ids) == len(output.news.token_ids)
-            ends_now = output.finish_reason is not None and not self._last_finish[output.index]
-            if kind is OutputKind.DELTA and not (ends_now or (is_ready and output.has_news and not output.finish_reason)):
-                continue
-            self._last_finish[output.index] = output.finish_reason is not None
-            shown.append(output.output(is_delta=kind is OutputKind.DELTA))
-        if kind is OutputKind.DELTA and not shown:
+        is_delta = kind is OutputKind.DELTA
+        ready = [output for output in self.outputs if self._is_ready(output)]
+        if not ready and not finished:
             return None
+        for output in ready:
+            self._last_finish[output.index] = output.finish_reason is not None
         self._is_final_shown = finished
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
             prompt_logprobs=self.prompt_logprobs,
-            outputs=shown,
+            outputs=[output.output(is_delta=is_delta) for output in (ready if is_delta else self.outputs)],
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )
+
+    def _is_ready(self, output: OutputState) -> bool:
+        """Whether there is news to show: its end (once), its first token, or ``stream_interval`` tokens."""
+        if output.finish_reason is not None:
+            return not self._last_finish[output.index]
+        num_new, is_first = len(output.news.token_ids), len(output.total.token_ids) == len(output.news.token_ids)
+        return output.has_news and (num_new >= self._interval or is_first)

@@ -1,16 +1,19 @@
-"""Text to token ids and back, without torch: the fast tokenizer of tokenizer.json, or transformers' where there is none."""
+"""Text to token ids and back, without torch: by tokenizer.json, or by transformers where there is none."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from rabbet.errors import ConfigError
+from rabbet.errors import ConfigError, InvalidRequestError
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -35,20 +38,20 @@ class _Fast:
         self._library.no_padding()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._library.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+        return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token_id: int) -> str | None:
-        return self._library.id_to_token(token_id)  # type: ignore[no-any-return]
+        return self._library.id_to_token(token_id)
 
     def special_ids(self) -> set[int]:
         added = self._library.get_added_tokens_decoder()
         return {token_id for token_id, token in added.items() if token.special}
 
     def size(self) -> int:
-        return self._library.get_vocab_size(with_added_tokens=True)  # type: ignore[no-any-return]
+        return self._library.get_vocab_size(with_added_tokens=True)
 
 
 class _Slow:
@@ -95,10 +98,33 @@ class Tokenizer:
         self.chat_template = chat_template
         self.special_ids = backend.special_ids()
         self.size = backend.size()
+        self._bytes = _byte_tokens(backend, self.size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return self._backend.encode(text, add_special_tokens)
+        """Token ids of a text.
+
+        Raises:
+            InvalidRequestError: If it is no Unicode text (lone surrogates).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens)
+        except (UnicodeError, TypeError) as error:
+            message = "the text holds lone surrogates, which no tokenizer can read"
+            raise InvalidRequestError(message, field="prompt") from error
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a token stands for, in tokenizers that spell unknown characters as byte tokens."""
+        return self._bytes.get(token_id)
+
+    @cached_property
+    def anchor(self) -> list[int]:
+        """Tokens of some text, for decoding what follows as the middle of a text."""
+        return self.encode("a", add_special_tokens=False)
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Most characters that one token stands for: a text of n characters has at least n / this many tokens."""
+        return max((len(self._backend.id_to_token(i) or "") for i in range(self.size)), default=1) or 1
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary give nothing."""
@@ -107,6 +133,13 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """One token as text, special ones included."""
         return self._backend.decode([token_id], False) if 0 <= token_id < self.size else ""
+
+
+def _byte_tokens(backend: _Backend, size: int) -> dict[int, int]:
+    """Ids of ``<0x00>`` .. ``<0xFF>`` to bytes; empty where these are text like any other."""
+    found = {i: int(text[3:5], 16) for i in range(size) if _BYTE_TOKEN.fullmatch(text := backend.id_to_token(i) or "")}
+    letter = next((i for i, byte in found.items() if byte == ord("A")), None)
+    return found if letter is not None and backend.decode([letter], False) == "A" else {}
 
 
 def load_tokenizer(directory: Path, *, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:

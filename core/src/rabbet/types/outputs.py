@@ -93,6 +93,8 @@ class RequestDelta:
         finish_reason: Set on the last delta.
         stop_reason: The stop id that ended the request; None for the end token.
         error: What went wrong, where ``finish_reason`` is ``ERROR``. Fit to be shown to the client.
+        error_kind: Name of a class of ``rabbet.errors`` where the request was refused (the client's fault, or too many
+            wait); None where it failed.
         num_cached_tokens: Prompt tokens whose KV was found in a cache.
         queued_s: Seconds between arrival and first scheduling; set on the first delta.
         num_preemptions: How often the request was preempted so far.
@@ -106,6 +108,7 @@ class RequestDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_kind: str | None = None
     num_cached_tokens: int = 0
     queued_s: float | None = None
     num_preemptions: int = 0
