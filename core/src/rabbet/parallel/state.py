@@ -18,7 +18,7 @@ class ParallelState:
     Attributes:
         tp_rank: 0 .. tp_size - 1.
         tp_size: Ranks that share a layer.
-        group: The process group, or None for one rank.
+        group: The process group; None is the default group, all ranks of the process.
     """
 
     tp_rank: int = 0
@@ -64,4 +64,6 @@ def init_parallel(*, rank: int, world_size: int, init_method: str, backend: str)
     import torch.distributed as dist
 
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
-    return ParallelState(rank, world_size, dist.group.WORLD)
+    # The default group is not named: a reference kept in layers would outlive destroy_process_group, and its threads
+    # would then be torn down at the interpreter's exit, which aborts the process now and then.
+    return ParallelState(rank, world_size)
