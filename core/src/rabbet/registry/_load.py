@@ -6,6 +6,7 @@ is seeded with the one entry point that was resolved, so that owner and version 
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -14,6 +15,9 @@ from stevedore.exception import NoMatches
 from stevedore.extension import ExtensionManager
 
 __all__ = ["load_entry_point"]
+
+# DriverManager does not hand on its callback for missing entry points, and would warn of what our error says better.
+logging.getLogger("stevedore.named").setLevel(logging.ERROR)
 
 
 def load_entry_point(entry_point: EntryPoint) -> Any:
@@ -31,7 +35,6 @@ def load_entry_point(entry_point: EntryPoint) -> Any:
             namespace,
             entry_point.name,
             on_load_failure_callback=remember,
-            on_missing_entrypoints_callback=_quiet,
         )
     except NoMatches:
         # The import failed, so the manager holds nothing: what was raised there is the news.
@@ -41,7 +44,3 @@ def load_entry_point(entry_point: EntryPoint) -> Any:
     finally:
         ExtensionManager.ENTRY_POINT_CACHE.pop(namespace, None)
     return manager.driver
-
-
-def _quiet(_names: Any) -> None:
-    """An absent entry point is reported by the exception alone."""

@@ -103,6 +103,7 @@ class Catalog:
             for entry in entries:
                 if canonical_distribution(entry.distribution) == wanted:
                     return entry
+        entries = sorted(entries, key=lambda entry: entry.distribution)
         owners = " and ".join(entry.label for entry in entries)
         last = entries[-1].distribution
         raise DuplicatePluginError(

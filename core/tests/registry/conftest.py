@@ -1,0 +1,95 @@
+"""Makes throw-away distributions: metadata, manifest and package, found like installed ones."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_numbers = itertools.count()
+
+ATTENTION = """
+import sys
+from rabbet.contracts import register_attention_backend, Refusal
+from rabbet.contracts.attention import AttentionBackend
+{prelude}
+@register_attention_backend("{name}")
+class Backend(AttentionBackend):
+    @classmethod
+    def supports(cls, query):
+        return {refusals}
+    @classmethod
+    def kv_layout(cls, spec):
+        return None
+    def build_metadata(self, batch):
+        return None
+    def forward(self, layer, q_THD, k_TKD, v_TKE, kv_cache, metadata, out_THE):
+        return None
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on ``sys.path`` for distributions."""
+    path = tmp_path / "site"
+    path.mkdir()
+    monkeypatch.syspath_prepend(str(path))
+    return path
+
+
+@pytest.fixture
+def fake_dist(site: Path) -> Callable[..., str]:
+    """Write a distribution; returns the name of its package."""
+
+    def write(
+        dist: str = "acme",
+        *,
+        name: str = "acme_flash",
+        version: str = "1.0",
+        contract: str = ">=1.0,<2",
+        priority: int = 40,
+        manifest: str | None = None,
+        body: str | None = None,
+        prelude: str = "",
+        refusals: str = "()",
+        extra: str = "",
+        group: str = "rabbet.attention",
+        bundled: bool = False,
+    ) -> str:
+        package = f"pkg_{dist.replace('-', '_')}_{next(_numbers)}"
+        info = site / f"{dist.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        author = "Author: The Rabbet authors\n" if bundled else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n{author}")
+        points = f"[{group}]\n{name} = {package}:Backend\n"
+        if manifest != "":
+            points += f"[rabbet.manifest]\n{dist} = {package}:rabbet.toml\n"
+        (info / "entry_points.txt").write_text(points)
+        folder = site / package
+        folder.mkdir()
+        kind = "attention" if group == "rabbet.attention" else group.removeprefix("rabbet.")
+        text = manifest or (
+            f'schema = 1\n[[provides]]\nkind = "{kind}"\nname = "{name}"\ncontract = "{contract}"\npriority = {priority}\n{extra}'
+        )
+        (folder / "rabbet.toml").write_text(text)
+        code = body if body is not None else ATTENTION.format(name=name, refusals=refusals, prelude=prelude)
+        (folder / "__init__.py").write_text(code)
+        return package
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def forget_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes that a test registers are gone after it."""
+    from rabbet.contracts import registration
+    from rabbet.registry import loader
+
+    monkeypatch.setattr(registration, "_staged", dict(registration._staged))
+    monkeypatch.setattr(loader, "_results", {})
+    assert "pytest" in sys.modules
