@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ParallelState", "init_parallel"]
+__all__ = ["DEFAULT_GROUP", "ParallelState", "init_parallel"]
+
+DEFAULT_GROUP = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +20,16 @@ class ParallelState:
     Attributes:
         tp_rank: 0 .. tp_size - 1.
         tp_size: Ranks that share a layer.
-        group: The process group; None is the default group, all ranks of the process.
+        group: A process group, or ``DEFAULT_GROUP``: all ranks that have joined. None for one rank.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
     group: Any = None
+
+    def _process_group(self) -> Any:
+        """What torch.distributed takes; it looks the default group up itself."""
+        return None if self.group == DEFAULT_GROUP else self.group
 
     @classmethod
     def single(cls) -> ParallelState:
@@ -35,7 +41,7 @@ class ParallelState:
         if self.tp_size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, group=self._process_group())
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -46,7 +52,7 @@ class ParallelState:
         import torch.distributed as dist
 
         parts = [torch.empty_like(tensor) for _ in range(self.tp_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        dist.all_gather(parts, tensor.contiguous(), group=self._process_group())
         return torch.cat(parts, dim=dim)
 
 
@@ -64,6 +70,6 @@ def init_parallel(*, rank: int, world_size: int, init_method: str, backend: str)
     import torch.distributed as dist
 
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
-    # The default group is not named: a reference kept in layers would outlive destroy_process_group, and its threads
-    # would then be torn down at the interpreter's exit, which aborts the process now and then.
-    return ParallelState(rank, world_size)
+    # By name: an object kept in layers would outlive destroy_process_group, and its threads would then be torn down at
+    # the interpreter's exit, which aborts the process now and then.
+    return ParallelState(rank, world_size, DEFAULT_GROUP)
