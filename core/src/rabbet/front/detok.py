@@ -94,7 +94,7 @@ class Detokenizer:
 
     def _anchor(self) -> None:
         """Make the next token one in the middle of a text."""
-        self._ids = self._tokenizer.anchor
+        self._ids = list(self._tokenizer.anchor)
         self._shown = self._decode(self._ids)
         self._num_context = len(self._ids)
 

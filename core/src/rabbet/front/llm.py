@@ -232,9 +232,7 @@ class LLM:
             logger.warning("%d outputs failed; the first: %s", len(errors), errors[0])
         return outputs
 
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         given = given if given is not None else self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             # One object for many prompts: each gets noise of its own.

@@ -152,9 +152,7 @@ def load_tokenizer(directory: Path, *, mode: str = "auto", trust_remote_code: bo
     fast = directory / "tokenizer.json"
     try:
         backend: _Backend = (
-            _Fast(fast)
-            if fast.is_file() and mode != "slow"
-            else _Slow(directory, trust_remote_code=trust_remote_code)
+            _Fast(fast) if fast.is_file() and mode != "slow" else _Slow(directory, trust_remote_code=trust_remote_code)
         )
     except Exception as error:  # both libraries raise plain exceptions of their own
         raise ConfigError(f"the tokenizer in {directory} cannot be read: {error}", field="model.tokenizer") from error
