@@ -199,3 +199,17 @@ def test_what_cannot_be_served_is_refused_with_a_code(config: Any, sizes: Any, c
 def test_plain_model_is_not_refused() -> None:
     values = json.loads(llama().to_json_string())
     assert LlamaForCausalLM.supports(ModelQuery(architecture="LlamaForCausalLM", config=values)) == ()
+
+
+def test_embeddings_in_place_of_ids_give_the_same_and_are_left_alone(checkpoint: Any) -> None:
+    saved = checkpoint(llama())
+    model, context = saved.load(LlamaForCausalLM)
+    from rabbet.layers import ForwardContext, set_forward_context
+
+    ids, positions = saved.texts[0], torch.arange(len(saved.texts[0]))
+    with torch.inference_mode(), set_forward_context(ForwardContext()):
+        embeds = model.model.embed_tokens(ids)
+        before = embeds.clone()
+        assert torch.equal(model(None, positions, inputs_embeds=embeds), model(ids, positions))
+    assert torch.equal(embeds, before)
+    assert len(context.attention_layers) == 3

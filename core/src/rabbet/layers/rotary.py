@@ -1,7 +1,8 @@
 """Rotary position embedding: tables of cosines and sines for the scalings that checkpoints ask for.
 
 Source: RoPE arXiv 2104.09864; linear interpolation arXiv 2306.15595; dynamic NTK as in transformers'
-``_compute_dynamic_ntk_parameters``; YaRN arXiv 2309.00071; llama3 as in Llama 3.1's reference code.
+``_compute_dynamic_ntk_parameters``, but stretched once, to the longest context served, since keys in the cache cannot
+be turned again; YaRN arXiv 2309.00071; llama3 as in Llama 3.1's reference code.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ class QwenModel(nn.Module):
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, N] after the final norm."""
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        # Norms work in place, so the caller's tensor is copied.
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         residual = None
         for layer in self.layers:
             x, residual = layer(positions, x, residual)
