@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from rabbet.front.tokenizer import Tokenizer, load_tokenizer
 
 TESTS = Path(__file__).parents[1]

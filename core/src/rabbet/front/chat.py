@@ -52,8 +52,9 @@ def render_chat(
     """
     plain = normalise_messages(messages)
     given = {key: value for key, value in (variables or {}).items() if key not in _RESERVED}
+    compiled = _compiled(template)
     try:
-        text = _compiled(template).render(
+        text = compiled.render(
             messages=plain,
             tools=list(tools) if tools else None,
             documents=None,

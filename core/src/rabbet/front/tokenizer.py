@@ -55,7 +55,7 @@ class _Fast:
 
 
 class _Slow:
-    """transformers, for models without a tokenizer.json."""
+    """transformers, for models without a tokenizer.json. It brings torch into this process where torch is installed."""
 
     def __init__(self, directory: Path, *, trust_remote_code: bool) -> None:
         from transformers import AutoTokenizer

@@ -1,0 +1,112 @@
+"""Conversations as clients send them become the prompt that the template writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rabbet.errors import InvalidRequestError
+from rabbet.front.chat import normalise_messages, render_chat
+from rabbet.front.tokenizer import Tokenizer
+
+
+def render(tokenizer: Tokenizer, messages: Any, **options: Any) -> str:
+    template = options.pop("template", tokenizer.chat_template)
+    return render_chat(template, messages, special_tokens=tokenizer.special_tokens, **options)
+
+
+def test_the_template_writes_the_prompt(byte_level: Tokenizer) -> None:
+    text = render(byte_level, [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}])
+    assert text == "<start>[user]A[assistant]B<end>[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "developer", "content": "x"}, "[system]x"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "[user]ab"),
+        ({"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]}, "[user]ab"),
+        ({"role": "user", "content": []}, "[user]"),
+        ({"role": "assistant", "content": ""}, "[assistant]<end>"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}, "[assistant]<end>"),
+        ({"role": "assistant"}, "[assistant]<end>"),
+        ({"role": "user", "content": "x", "id": "1", "refusal": None, "annotations": [], "audio": None}, "[user]x"),
+    ],
+)
+def test_what_clients_send_is_taken(byte_level: Tokenizer, message: dict[str, Any], expected: str) -> None:
+    assert render(byte_level, [message], add_generation_prompt=False) == "<start>" + expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "empty"),
+        (["hi"], r"messages\[0\] is 'hi'"),
+        ([{"content": "x"}], "no role"),
+        ([{"role": 5, "content": "x"}], "no role"),
+        ([{"role": "user", "content": 5}], "must be text or a list of parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
+        ([{"role": "user", "content": [7]}], "int"),
+        ([{"role": "assistant", "tool_calls": 5}], "must be a list"),
+    ],
+)
+def test_what_is_no_message_is_refused(byte_level: Tokenizer, messages: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text) as caught:
+        render(byte_level, messages)
+    assert caught.value.field == "messages"
+
+
+def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    (message,) = normalise_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    (message,) = normalise_messages([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{bad"}}]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == "{bad"
+
+
+def test_a_chat_prompt_has_one_start_token(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode(render(byte_level, [{"role": "user", "content": "A"}]), add_special_tokens=False)
+    assert ids.count(257) == 1 and ids[0] == 257
+
+
+def test_the_last_message_can_be_continued(byte_level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "So "}]
+    assert render(byte_level, messages, continue_final_message=True) == "<start>[user]A[assistant]So"
+    with pytest.raises(InvalidRequestError, match="continue_final_message"):
+        render(byte_level, [{"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[9].content }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include 'x' %}",
+        "{{ cycler.__init__.__globals__.os.system('touch /tmp/x') }}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_the_requests_error(byte_level: Tokenizer, template: str) -> None:
+    with pytest.raises(InvalidRequestError, match="template"):
+        render(byte_level, [{"role": "user", "content": "A"}], template=template)
+
+
+def test_a_broken_template_names_its_line(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="line 2"):
+        render(byte_level, [{"role": "user", "content": "A"}], template="a\n{% if %}")
+
+
+def test_variables_reach_the_template_but_not_its_messages(byte_level: Tokenizer) -> None:
+    variables = {"enable_thinking": False, "messages": [], "add_generation_prompt": True}
+    text = render(
+        byte_level,
+        [{"role": "user", "content": "A"}],
+        template="{{ enable_thinking }}{{ messages|length }}{{ add_generation_prompt }}{{ {'k': '\u00e9<'}|tojson }}",
+        variables=variables,
+        add_generation_prompt=False,
+    )
+    assert text == 'False1False{"k": "\u00e9<"}'
