@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/contracts/: one page for each kind of plugin, from the contracts' own docstrings.
 
-    python scripts/contract_pages.py          write the pages
-    python scripts/contract_pages.py --check  fail if a page is out of date
+python scripts/contract_pages.py          write the pages
+python scripts/contract_pages.py --check  fail if a page is out of date
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def class_section(cls: type) -> str:
     if dataclasses.is_dataclass(cls):
         fields = "\n".join(
             f"    {field.name}: {field.type}"
-            + ("" if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING else " = ...")
+            + (
+                ""
+                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+                else " = ..."
+            )
             for field in dataclasses.fields(cls)
         )
         parts.append(f"```python\nclass {cls.__name__}:\n{fields}\n```")

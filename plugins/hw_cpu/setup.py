@@ -56,7 +56,8 @@ class BuildKernels(build_ext):
             if process.wait() != 0:
                 raise subprocess.CalledProcessError(process.returncode, command)
         subprocess.run(
-            [compiler, "-shared", "-pthread", "-static-libstdc++", "-static-libgcc", *objects, "-o", str(target)], check=True
+            [compiler, "-shared", "-pthread", "-static-libstdc++", "-static-libgcc", *objects, "-o", str(target)],
+            check=True,
         )
 
 

@@ -25,7 +25,9 @@ def test_core_stays_within_its_ceiling() -> None:
 
 def test_contracts_types_registry_and_config_stay_small() -> None:
     folders = ("contracts", "types", "registry", "config")
-    assert total([path for path in core_files() if path.relative_to(CORE).parts[0] in folders]) <= BUDGET["contract_side"]
+    assert (
+        total([path for path in core_files() if path.relative_to(CORE).parts[0] in folders]) <= BUDGET["contract_side"]
+    )
 
 
 @pytest.mark.parametrize("root", plugin_roots(), ids=lambda root: root.name)

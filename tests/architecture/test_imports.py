@@ -127,7 +127,8 @@ def test_only_config_reads_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["rabbet", "rabbet.contracts", "rabbet.front", "rabbet.server.app", "rabbet.sched.scheduler", "rabbet.cli.main"]
+    "module",
+    ["rabbet", "rabbet.contracts", "rabbet.front", "rabbet.server.app", "rabbet.sched.scheduler", "rabbet.cli.main"],
 )
 def test_importing_a_light_module_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}\nassert 'torch' not in sys.modules, 'torch was imported'"

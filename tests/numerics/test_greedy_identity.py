@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from rabbet import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
@@ -53,8 +52,12 @@ def test_no_prefix_cache_changes_nothing(model_dir: Path, prompts: list[list[int
     assert_same(run(model_dir, prompts, enable_prefix_caching=False), expected)
 
 
-def test_forced_preemption_changes_nothing(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with LLM(str(model_dir), **(COMMON | {"num_gpu_blocks_override": 33, "block_size": 16, "max_model_len": 128})) as llm:
+def test_forced_preemption_changes_nothing(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with LLM(
+        str(model_dir), **(COMMON | {"num_gpu_blocks_override": 33, "block_size": 16, "max_model_len": 128})
+    ) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
         num_preemptions = llm.get_metrics().num_preemptions
     assert num_preemptions > 0

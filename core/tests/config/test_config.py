@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from rabbet.config import EngineConfig, ServerConfig, engine_config_from_kwargs, parse_configs
 from rabbet.config.flags import flags
 from rabbet.errors import ConfigError, RemovedOptionError
@@ -148,7 +147,9 @@ def test_rows_14_15_19_26_defaults() -> None:
 
 
 @pytest.mark.parametrize("text", ["--mamba-cache-mode align", "--disable-cascade-attn"])
-def test_rows_27_and_31_options_without_effect_are_accepted_with_a_warning(text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_27_and_31_options_without_effect_are_accepted_with_a_warning(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         parse(text)
     assert "has no effect" in caplog.text
@@ -188,7 +189,11 @@ def test_unreadable_and_malformed_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         parse(f"--config {tmp_path / 'none.yaml'}")
     bad = tmp_path / "bad.yaml"
-    for text, message in (("a: [", "no valid YAML"), ("- 1", "must hold a mapping"), ("max_modl_len: 1", "did you mean")):
+    for text, message in (
+        ("a: [", "no valid YAML"),
+        ("- 1", "must hold a mapping"),
+        ("max_modl_len: 1", "did you mean"),
+    ):
         bad.write_text(text)
         with pytest.raises(ConfigError, match=message):
             parse(f"--config {bad}")

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import pytest
-
 from rabbet.errors import ConfigError
-from rabbet.kv.groups import build_cache_config, bytes_for_one_request, capacity_tokens, max_concurrency, max_len_that_fits
+from rabbet.kv.groups import (
+    build_cache_config,
+    bytes_for_one_request,
+    capacity_tokens,
+    max_concurrency,
+    max_len_that_fits,
+)
 from rabbet.kv.manager import BlockKVManager
 from rabbet.kv.pool import BlockPool
 from rabbet.types.kv import CacheKind, KVCacheSpec
 from rabbet.types.request import EngineRequest, Request
 from rabbet.types.sampling import SamplingParams
 
-COMMON = {"block_size": 4, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 16, "dtype": "float32", "page_size_bytes": 512}
+COMMON = {
+    "block_size": 4,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "head_dim_v": 16,
+    "dtype": "float32",
+    "page_size_bytes": 512,
+}
 FULL = KVCacheSpec(**COMMON)
 LOCAL = KVCacheSpec(kind=CacheKind.SLIDING_WINDOW, window=6, **COMMON)
 

@@ -81,7 +81,7 @@ def test_plain_angles_and_partial_rotation() -> None:
 def test_old_spelling_means_the_same() -> None:
     class Old:
         rope_theta = 5e5
-        rope_scaling = {"type": "linear", "factor": 2.0}  # noqa: RUF012
+        rope_scaling = {"type": "linear", "factor": 2.0}
 
     parameters = rope_parameters(Old())
     assert (parameters["rope_type"], parameters["rope_theta"], parameters["factor"]) == ("linear", 5e5, 2.0)

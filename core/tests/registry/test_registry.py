@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from rabbet.contracts import register_attention_backend, registrations_of
 from rabbet.contracts.attention import AttentionBackend, AttentionQuery
 from rabbet.errors import (
@@ -103,7 +102,9 @@ def test_explicit_choice_is_obeyed_or_refused_with_all_reasons(site: Path, fake_
     assert [refusal.code for refusal in caught.value.refusals] == ["HEAD_DIM", "DTYPE"]
 
 
-def test_two_owners_of_one_name_are_an_error_before_import_and_a_preference_decides(site: Path, fake_dist: Write) -> None:
+def test_two_owners_of_one_name_are_an_error_before_import_and_a_preference_decides(
+    site: Path, fake_dist: Write
+) -> None:
     """[vllm#52802: the last one won, silently]"""
     fake_dist("one", name="flash", prelude='raise SystemExit("imported")')
     fake_dist("two", name="flash", version="2.0")
@@ -182,7 +183,14 @@ def test_distribution_without_manifest_is_usable_by_name_only(site: Path, fake_d
 
 
 def test_claims_rule_out_before_import(site: Path, fake_dist: Write) -> None:
-    fake_dist("other", name="other", bundled=True, priority=90, prelude='raise SystemExit("imported")', extra='[provides.claims]\ndevice = ["cuda"]\n')
+    fake_dist(
+        "other",
+        name="other",
+        bundled=True,
+        priority=90,
+        prelude='raise SystemExit("imported")',
+        extra='[provides.claims]\ndevice = ["cuda"]\n',
+    )
     fake_dist("house", name="house", bundled=True, priority=50)
     decision = select(scan(site), "attention", name=None, query=QUERY)
     assert decision.name == "house"
@@ -215,7 +223,10 @@ def test_bad_manifest_is_a_reported_problem_and_stops_nothing(
     [
         ("class Backend: pass", "does not derive from rabbet.contracts.attention.AttentionBackend"),
         ("Backend = 3", "is no class"),
-        ("from rabbet.contracts.attention import AttentionBackend\nclass Backend(AttentionBackend): pass", "lacks the decorator"),
+        (
+            "from rabbet.contracts.attention import AttentionBackend\nclass Backend(AttentionBackend): pass",
+            "lacks the decorator",
+        ),
         (
             "from rabbet.contracts import register_attention_backend\nfrom rabbet.contracts.attention import AttentionBackend\n"
             "@register_attention_backend('acme_flash')\nclass Backend(AttentionBackend): pass",
@@ -338,7 +349,9 @@ def test_hook_that_adds_routes_is_loaded_only_if_allowed_by_name(site: Path, fak
     assert HookBus.load(scan(site, allow=("web",)), policy).call("bug_report_sections") == [{"web": ""}]
 
 
-def test_info_explain_and_doctor_tell_what_is_known(site: Path, fake_dist: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_explain_and_doctor_tell_what_is_known(
+    site: Path, fake_dist: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
     fake_dist("bad", name="bad", prelude='raise ImportError("libfoo.so.7 is missing")')
     fake_dist("good", name="good")

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from rabbet.runner.inputs import SampleRow
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
@@ -19,7 +18,15 @@ from rabbet.types.sampling import SamplingParams
 VOCAB = 40
 
 
-def row(sampling: SamplingParams, *, tokens: tuple[int, ...] = (1, 2), num_prompt: int = 2, seed: int = 0, index: int | None = None, **options: list) -> tuple[SampleRow, Slots]:
+def row(
+    sampling: SamplingParams,
+    *,
+    tokens: tuple[int, ...] = (1, 2),
+    num_prompt: int = 2,
+    seed: int = 0,
+    index: int | None = None,
+    **options: list,
+) -> tuple[SampleRow, Slots]:
     slots = Slots(num_slots=2, max_model_len=64, num_groups=1, block_size=4)
     made = slots.add(
         NewRequest(
@@ -56,7 +63,15 @@ def reference(values: torch.Tensor, sampling: SamplingParams) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3}],
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
+    ],
     ids=str,
 )
 def test_draws_follow_the_filtered_distribution(options: dict) -> None:
@@ -77,7 +92,10 @@ def test_draw_depends_on_seed_and_index_and_on_nothing_else() -> None:
     mine, _ = row(sampling, seed=42, index=3)
     values = logits(1)
     alone = draw(values.clone(), [mine])
-    others = [row(SamplingParams(**options), seed=seed)[0] for seed, options in ((1, {}), (2, {"top_k": 3}), (3, {"temperature": 0.0}))]
+    others = [
+        row(SamplingParams(**options), seed=seed)[0]
+        for seed, options in ((1, {}), (2, {"top_k": 3}), (3, {"temperature": 0.0}))
+    ]
     batch = torch.cat((logits(7, 2), values, logits(8)))
     together = draw(batch, [others[0], others[1], mine, others[2]])
     assert together[2] == alone[0]
@@ -100,7 +118,14 @@ def test_wide_top_p_looks_beyond_the_candidates() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"presence_penalty": 1.5}, {"frequency_penalty": -0.7}, {"repetition_penalty": 1.3}, {"repetition_penalty": 0.8, "presence_penalty": -1.0, "frequency_penalty": 0.4}], ids=str
+    "options",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -0.7},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "presence_penalty": -1.0, "frequency_penalty": 0.4},
+    ],
+    ids=str,
 )
 def test_penalties_equal_their_formulas(options: dict) -> None:
     sampling = SamplingParams(**options)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from rabbet.contracts.scheduler import Scheduler, SchedulerContext
 from rabbet.kv.groups import build_cache_config
 from rabbet.kv.manager import BlockKVManager
@@ -86,7 +85,10 @@ class FakeRunner:
         for group, table in enumerate(self.tables[request_id]):
             assert len(table) * BLOCK >= end, "a token has no block"
             for position in range(start, end):
-                self.cache[group, table[position // BLOCK], position % BLOCK] = (position, hash(tuple(tokens[: position + 1])))
+                self.cache[group, table[position // BLOCK], position % BLOCK] = (
+                    position,
+                    hash(tuple(tokens[: position + 1])),
+                )
             first = 0 if group == 0 or self.window is None else max(0, start - self.window + 1)
             for position in range(first, end):
                 seen = self.cache.get((group, table[position // BLOCK], position % BLOCK))
@@ -99,7 +101,9 @@ class FakeRunner:
         return token
 
 
-def make(policy: str, *, num_blocks: int, is_async: bool, window: int | None, budget: int, caching: bool) -> tuple[Scheduler, BlockKVManager]:
+def make(
+    policy: str, *, num_blocks: int, is_async: bool, window: int | None, budget: int, caching: bool
+) -> tuple[Scheduler, BlockKVManager]:
     common = {"block_size": BLOCK, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 16, "dtype": "float32"}
     specs = {"full": KVCacheSpec(page_size_bytes=512, **common)}
     if window is not None:
@@ -204,7 +208,11 @@ def test_priority_decides_the_order_under_its_policy_only(policy: str) -> None:
     for name, priority in (("late", 5), ("soon", 1)):
         scheduler.add(
             EngineRequest(
-                request_id=name, prompt_token_ids=[1] * 6, sampling=SamplingParams(temperature=0.0), max_tokens=1, priority=priority
+                request_id=name,
+                prompt_token_ids=[1] * 6,
+                sampling=SamplingParams(temperature=0.0),
+                max_tokens=1,
+                priority=priority,
             )
         )
     plan = scheduler.schedule()
@@ -213,16 +221,22 @@ def test_priority_decides_the_order_under_its_policy_only(policy: str) -> None:
 
 
 def test_failed_row_ends_that_request_alone() -> None:
-    scheduler, kv = make("fcfs", num_blocks=60, is_async=True, window=None, budget=64, caching=True)
+    scheduler, _ = make("fcfs", num_blocks=60, is_async=True, window=None, budget=64, caching=True)
     runner = FakeRunner(num_groups=1, window=None)
     for name in ("good", "bad"):
-        scheduler.add(EngineRequest(request_id=name, prompt_token_ids=[1, 2], sampling=SamplingParams(temperature=0.0), max_tokens=3))
+        scheduler.add(
+            EngineRequest(
+                request_id=name, prompt_token_ids=[1, 2], sampling=SamplingParams(temperature=0.0), max_tokens=3
+            )
+        )
     plan = scheduler.schedule()
     assert plan is not None
     result = runner.execute(plan)
     result.sampled_token_ids.pop("bad")
     (bad, good) = sorted(
-        scheduler.update(plan, StepResult(step_id=plan.step_id, sampled_token_ids=result.sampled_token_ids, failed={"bad": "NaN"})),
+        scheduler.update(
+            plan, StepResult(step_id=plan.step_id, sampled_token_ids=result.sampled_token_ids, failed={"bad": "NaN"})
+        ),
         key=lambda delta: delta.request_id,
     )
     assert (bad.finish_reason, bad.error) == (FinishReason.ERROR, "NaN")

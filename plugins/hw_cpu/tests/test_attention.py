@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rabbet_hw_cpu import attention as module
-from rabbet_hw_cpu import native
-from rabbet_hw_cpu.attention import CpuAttention
-
 from rabbet.contracts.attention import AttentionContext, AttentionLayerSpec, AttentionQuery
 from rabbet.contracts.batch import AttentionBatch
 from rabbet.types.kv import KVCacheSpec
+from rabbet_hw_cpu import attention as module
+from rabbet_hw_cpu import native
+from rabbet_hw_cpu.attention import CpuAttention
 
 native.start(num_threads=2, cores=[0, 0])
 
@@ -74,7 +73,12 @@ class Harness:
         assert CpuAttention.supports(query) == ()
         self.backend = CpuAttention(
             AttentionContext(
-                spec=spec, query=query, device=torch.device("cpu"), max_num_tokens=999, max_num_requests=9, max_model_len=max_len
+                spec=spec,
+                query=query,
+                device=torch.device("cpu"),
+                max_num_tokens=999,
+                max_num_requests=9,
+                max_model_len=max_len,
             )
         )
         blocks = -(-max_len // setup.block)

@@ -7,16 +7,17 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from rabbet.contracts.platform import PlatformQuery
+from rabbet.layers.reference import TorchLayerOps
 from rabbet_hw_cpu import native
 from rabbet_hw_cpu.linear import CpuLinear, PackedWeight
 from rabbet_hw_cpu.ops import NativeLayerOps
 from rabbet_hw_cpu.platform import CpuPlatform
 
-from rabbet.contracts.platform import PlatformQuery
-from rabbet.layers.reference import TorchLayerOps
-
 native.start(num_threads=2, cores=[0, 0])
-needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiler was there when the package was installed")
+needs_kernels = pytest.mark.skipif(
+    native.library() is None, reason="no compiler was there when the package was installed"
+)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -63,7 +64,12 @@ def test_gated_silu_equals_float64(rows: int) -> None:
 
 def test_gate_and_up_that_do_not_fill_blocks_are_left_to_the_caller() -> None:
     backend = CpuLinear()
-    assert backend.apply_gated_silu(random(1, 2, 64, dtype=torch.bfloat16), backend.pack(random(2, 40, 64, dtype=torch.bfloat16))) is None
+    assert (
+        backend.apply_gated_silu(
+            random(1, 2, 64, dtype=torch.bfloat16), backend.pack(random(2, 40, 64, dtype=torch.bfloat16))
+        )
+        is None
+    )
 
 
 def test_float32_and_odd_sizes_go_to_torch() -> None:
@@ -79,7 +85,11 @@ def test_float32_and_odd_sizes_go_to_torch() -> None:
 @pytest.mark.parametrize("shape", [(0, 64), (1, 576), (7, 960), (500, 64)])
 def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     ops, plain = NativeLayerOps(), TorchLayerOps()
-    x, residual, weight = random(1, *shape, dtype=dtype), random(2, *shape, dtype=dtype), random(3, shape[1], dtype=dtype)
+    x, residual, weight = (
+        random(1, *shape, dtype=dtype),
+        random(2, *shape, dtype=dtype),
+        random(3, shape[1], dtype=dtype),
+    )
     if not shape[0]:
         assert ops.rms_norm(x, weight, 1e-5).shape == shape
         return
@@ -116,7 +126,9 @@ def test_rotary_in_a_fused_tensor_touches_its_heads_only(dtype: torch.dtype, is_
     positions = torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(3))
     wanted = TorchLayerOps().rotary(before[:, :4], before[:, 4:6], positions, table, is_neox=is_neox)
     NativeLayerOps().rotary(fused[:, :4], fused[:, 4:6], positions, table, is_neox=is_neox)
-    exact = TorchLayerOps().rotary(before[:, :4].double(), before[:, 4:6].double(), positions, table.double(), is_neox=is_neox)
+    exact = TorchLayerOps().rotary(
+        before[:, :4].double(), before[:, 4:6].double(), positions, table.double(), is_neox=is_neox
+    )
     bounded(fused[:, :4], wanted[0], exact[0].double())
     bounded(fused[:, 4:6], wanted[1], exact[1].double())
     assert torch.equal(fused[:, 6:], before[:, 6:])
@@ -131,7 +143,11 @@ def test_gated_activations(dtype: torch.dtype) -> None:
     gate, up = x.double().chunk(2, dim=-1)
     bounded(ops.silu_and_mul(x), plain.silu_and_mul(x), F.silu(gate) * up)
     for kind in ("none", "tanh"):
-        bounded(ops.gelu_and_mul(x, approximate=kind), plain.gelu_and_mul(x, approximate=kind), F.gelu(gate, approximate=kind) * up)
+        bounded(
+            ops.gelu_and_mul(x, approximate=kind),
+            plain.gelu_and_mul(x, approximate=kind),
+            F.gelu(gate, approximate=kind) * up,
+        )
 
 
 def test_platform_says_what_is_there() -> None:
@@ -147,6 +163,9 @@ def test_platform_says_what_is_there() -> None:
 
 def test_platform_refuses_more_ranks_than_cores_and_float16() -> None:
     cores = len(os.sched_getaffinity(0))
-    codes = [r.code for r in CpuPlatform.supports(PlatformQuery(dtype="float16", num_local_ranks=cores + 1, device_ids=("0",)))]
+    codes = [
+        r.code
+        for r in CpuPlatform.supports(PlatformQuery(dtype="float16", num_local_ranks=cores + 1, device_ids=("0",)))
+    ]
     assert codes == ["DTYPE", "RANKS", "DEVICE_IDS"]
     assert CpuPlatform.supports(PlatformQuery(dtype="bfloat16")) == ()

@@ -68,7 +68,7 @@ class ThreadRanks:
         def start(rank: int) -> None:
             try:
                 results[rank] = work(ThreadState(rank, self.size, self))
-            except BaseException as error:  # noqa: BLE001 (raised again by run)
+            except BaseException as error:
                 results[rank] = error
                 self.barrier.abort()
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from rabbet_weights_gguf import bundled
-from rabbet_weights_gguf.format import GGUFFormat
-
 from rabbet.contracts.weights import ResolveQuery
 from rabbet.errors import WeightsError
+from rabbet_weights_gguf import bundled
+from rabbet_weights_gguf.format import GGUFFormat
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FFN, VOCAB = 256, 4, 2, 2, 512, 64
 
@@ -103,7 +102,9 @@ def names_and_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_model(path: Path, kind: str = "F32", architecture: str = "qwen2", extra: dict | None = None) -> dict[str, np.ndarray]:
+def write_model(
+    path: Path, kind: str = "F32", architecture: str = "qwen2", extra: dict | None = None
+) -> dict[str, np.ndarray]:
     """A small model without tokenizer; matrices of type ``kind``. Returns the packed tensors by GGUF name."""
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(LAYERS)

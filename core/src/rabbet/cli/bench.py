@@ -20,6 +20,7 @@ _Lengths = Annotated[str, typer.Option(help="Tokens: N, or LOW:HIGH for uniform 
 @app.command(context_settings=_RAW)
 def throughput(
     context: typer.Context,
+    *,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1)] = 64,
     input_len: _Lengths = "64:512",
     output_len: _Lengths = "32:128",
@@ -54,6 +55,7 @@ def latency(
 
 @app.command()
 def serve(
+    *,
     url: Annotated[str, typer.Option("--url", help="Base URL of the server")] = "http://127.0.0.1:8000/v1",
     api_key: Annotated[str | None, typer.Option("--api-key")] = None,
     num_clients: Annotated[int, typer.Option("--num-clients", help="Requests under way at once", min=1)] = 16,

@@ -32,7 +32,10 @@ class Shape:
         rng = random.Random(self.seed)
         low, high = 10, vocab_size - 300
         head = [rng.randint(low, high) for _ in range(self.prefix_len)]
-        prompts = [head + [rng.randint(low, high) for _ in range(rng.randint(*self.input_len))] for _ in range(self.num_prompts)]
+        prompts = [
+            head + [rng.randint(low, high) for _ in range(rng.randint(*self.input_len))]
+            for _ in range(self.num_prompts)
+        ]
         shifted = [[(token + 7 * repetition) % high for token in prompt] for prompt in prompts]
         lengths = [rng.randint(*self.output_len) for _ in range(self.num_prompts)]
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]

@@ -7,8 +7,8 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from rabbet.config.schema import EngineConfig
 from rabbet.config.resolve import policy_of
+from rabbet.config.schema import EngineConfig
 from rabbet.registry import Catalog, HookBus
 from rabbet.registry.describe import list_plugins
 
@@ -24,11 +24,17 @@ def report() -> str:
     """Versions, hardware, plugins, and what hook plugins add. Variables and paths of the user are left out."""
     catalog = Catalog.scan()
     policy = policy_of(EngineConfig())
-    lines = ["## System", f"python {sys.version.split()[0]} on {platform.platform()}", f"cores {len(os.sched_getaffinity(0))}"]
+    lines = [
+        "## System",
+        f"python {sys.version.split()[0]} on {platform.platform()}",
+        f"cores {len(os.sched_getaffinity(0))}",
+    ]
     lines += ["", "## Packages", *(f"{name} {_version(name)}" for name in _PACKAGES)]
     lines += ["", "## Plugins"]
     for row in list_plugins(catalog):
-        lines.append(f"{row['kind']}/{row['name']} {row['distribution']} {row['version']} {row['state']} {row['reason']}".rstrip())
+        lines.append(
+            f"{row['kind']}/{row['name']} {row['distribution']} {row['version']} {row['state']} {row['reason']}".rstrip()
+        )
     lines += [f"problem: {problem}" for problem in catalog.problems]
     for sections in HookBus.load(catalog, policy).call("bug_report_sections"):
         for title, text in sections.items():

@@ -30,7 +30,9 @@ _Url = Annotated[str, typer.Option("--url", help="Base URL of the server, with o
 _Key = Annotated[str | None, typer.Option("--api-key", help="API key", envvar="RABBET_API_KEY")]
 _Model = Annotated[str | None, typer.Option("--model", help="Model; the server's first by default")]
 _MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Limit on new tokens", min=1)]
-_Temperature = Annotated[float | None, typer.Option("--temperature", help="Temperature; the server's default if not given")]
+_Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="Temperature; the server's default if not given")
+]
 _Quick = Annotated[str | None, typer.Option("--quick", "-q", help="Ask this once, print the answer and end")]
 _DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
@@ -114,7 +116,11 @@ def collect_env() -> None:
 
 def _log(level: str) -> None:
     logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
     )
     # httpx tells of each request at info, which is noise beside a server's own lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -25,7 +25,9 @@ def list_(kind: _Kind = None, as_json: _Json = False) -> None:
 
     if kind is not None and kind not in KINDS:
         close = nearest(kind, KINDS)
-        raise UnknownPluginError(f"there is no kind {kind!r}; {'did you mean ' + close[0] if close else ', '.join(KINDS)}")
+        raise UnknownPluginError(
+            f"there is no kind {kind!r}; {'did you mean ' + close[0] if close else ', '.join(KINDS)}"
+        )
     catalog = Catalog.scan()
     rows = list_plugins(catalog, kind)
     if as_json:
@@ -56,7 +58,9 @@ def info(name: str, as_json: _Json = False) -> None:
 def why(
     kind: str,
     name: Annotated[str | None, typer.Option("--name", help="Explain an explicit choice")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Explain the choice for this model, on this machine")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Explain the choice for this model, on this machine")
+    ] = None,
 ) -> None:
     """Explain what would be chosen for KIND, and what would be passed over and why."""
     from rabbet.registry.catalog import Catalog
@@ -93,6 +97,6 @@ def doctor(name: Annotated[str | None, typer.Argument()] = None, as_json: _Json 
 def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     """Aligned columns, never folded: lines stay whole for grep and for a narrow terminal's own wrapping."""
     cells = [[str(row[column]) for column in columns] for row in rows]
-    widths = [max((len(row[i]) for row in [list(columns), *cells])) for i in range(len(columns))]
+    widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
     for row in [list(columns), *cells]:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

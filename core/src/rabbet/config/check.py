@@ -43,7 +43,8 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
     transfer = engine.kv_transfer
     if transfer is not None and transfer.kv_connector and not transfer.kv_role:
         raise ConfigError(
-            "--kv-transfer-config.kv_connector needs kv_role: kv_producer, kv_consumer or kv_both", field="kv_transfer.kv_role"
+            "--kv-transfer-config.kv_connector needs kv_role: kv_producer, kv_consumer or kv_both",
+            field="kv_transfer.kv_role",
         )
     speculative = engine.speculative
     if speculative is not None and speculative.prompt_lookup_min > speculative.prompt_lookup_max:

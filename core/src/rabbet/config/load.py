@@ -55,7 +55,9 @@ class _Source:
         self.spellings[path] = spelling
 
 
-def parse_configs(arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> tuple[EngineConfig, ServerConfig]:
+def parse_configs(
+    arguments: Sequence[str], *, environment: Mapping[str, str] | None = None
+) -> tuple[EngineConfig, ServerConfig]:
     """The configuration for a command line.
 
     Args:
@@ -298,7 +300,9 @@ def _refuse_removed(name: str, spelling: str) -> None:
 
 def _unknown(name: str, spelling: str) -> ConfigError:
     known = [*flags(), *(f"{section.replace('_', '-')}-config" for section in sections())]
-    return ConfigError(f"there is no option {spelling}{_did_you_mean(name, known)}; see rabbet serve --help", field=name)
+    return ConfigError(
+        f"there is no option {spelling}{_did_you_mean(name, known)}; see rabbet serve --help", field=name
+    )
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -327,6 +331,8 @@ def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
 
 def _first_problem(error: ValidationError) -> ConfigError:
     problem = error.errors()[0]
-    place = [str(item) for item in problem["loc"] if not str(item).startswith(("literal[", "constrained-", "function-"))]
+    place = [
+        str(item) for item in problem["loc"] if not str(item).startswith(("literal[", "constrained-", "function-"))
+    ]
     path = ".".join(item for item in place if item not in ("int", "str", "float", "bool", "none"))
     return ConfigError(f"{path} is {shorten(problem.get('input'))}: {problem['msg'].lower()}", field=path)

@@ -99,7 +99,7 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
     files = _files(resolver)
     hf = {**files.config, **config.model.hf_overrides}
     hf_text = hf.get("text_config") or hf
-    architecture, model_class = _model(resolver, hf)
+    architecture = _model(resolver, hf)
     dtype = _dtype(config, hf_text, platform)
     quantization = _quantization(resolver, hf, platform, device, dtype)
     heads = _heads(hf_text, parallel.tensor_parallel_size)
@@ -196,13 +196,13 @@ def _files(resolver: _Resolver) -> ModelFiles:
     )
 
 
-def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str, type[Any]]:
+def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> str:
     """The plugin for the first architecture that has one, else the fallback, else an error that names both."""
     config = resolver.config
-    architectures = list(hf.get("architectures") or ())
-    if not architectures:
+    architectures = hf.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise ConfigError(
-            "config.json names no architectures; set them with --hf-overrides '{\"architectures\": [\"...\"]}'",
+            'config.json names no list of architectures; set it with --hf-overrides \'{"architectures": ["..."]}\'',
             field="model",
         )
     installed = resolver.catalog.names("model")
@@ -217,7 +217,8 @@ def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str, type[Any]]:
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
     )
-    return name, resolver.choose("model", name, query, asked_by="architectures in config.json")
+    resolver.choose("model", name, query, asked_by="architectures in config.json")
+    return name
 
 
 def _dtype(config: EngineConfig, hf: Mapping[str, Any], platform: type[Platform]) -> str:
@@ -278,15 +279,17 @@ def _heads(hf: Mapping[str, Any], tensor_parallel_size: int) -> _Heads:
     hidden = int(_first(hf.get("hidden_size"), hf.get("n_embd"), num_heads))
     return _Heads(
         # An uneven split is padded with heads of zeros, so each rank has the same shape.
-        num_heads=-(-num_kv_heads // tensor_parallel_size) * max(1, num_heads // num_kv_heads),
+        num_heads=(
+            -(-num_kv_heads // tensor_parallel_size) * (num_heads // num_kv_heads)
+            if num_kv_heads >= tensor_parallel_size
+            else -(-num_heads // tensor_parallel_size)
+        ),
         num_kv_heads=-(-num_kv_heads // tensor_parallel_size),
         head_dim=int(hf.get("head_dim") or hidden // num_heads),
     )
 
 
-def _kv_dtype(
-    resolver: _Resolver, dtype: str, platform: type[Platform], device: DeviceInfo, heads: _Heads
-) -> str:
+def _kv_dtype(resolver: _Resolver, dtype: str, platform: type[Platform], device: DeviceInfo, heads: _Heads) -> str:
     asked = resolver.config.cache.kv_cache_dtype
     asked = _DTYPE_ALIASES.get(asked, asked)
     if asked in ("auto", dtype):

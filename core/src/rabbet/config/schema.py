@@ -62,19 +62,25 @@ class ModelConfig:
     revision: str | None = _option(None, "Hub revision")
     tokenizer_revision: str | None = _option(None, "Hub revision of the tokenizer")
     trust_remote_code: bool = _option(False, "Allow Python code of the model's directory to run")
-    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = _option("auto", "Type of the computation")
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = _option(
+        "auto", "Type of the computation"
+    )
     seed: int = _option(0, "Seed of everything random but requests with their own")
     max_model_len: int | Literal["auto"] | None = _option(
         None, "Longest context; auto (the default) takes what the model allows and memory holds"
     )
-    max_logprobs: Annotated[int, Field(ge=-1)] = _option(20, "Most log probabilities a request may ask for; -1 is no limit")
+    max_logprobs: Annotated[int, Field(ge=-1)] = _option(
+        20, "Most log probabilities a request may ask for; -1 is no limit"
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = _option(
         "raw_logprobs", "What logprobs hold: before or after penalties and filters"
     )
     quantization: str | None = _option(None, "Quantisation method; the checkpoint's own by default")
     quantization_config: dict[str, Any] = _mapped("Settings of a method that quantises at load")
     enforce_eager: bool = _option(False, "No graphs and no compilation")
-    generation_config: str = _option("auto", "Source of sampling defaults: auto (the model's), rabbet (none), a directory")
+    generation_config: str = _option(
+        "auto", "Source of sampling defaults: auto (the model's), rabbet (none), a directory"
+    )
     override_generation_config: dict[str, Any] = _mapped("Sampling defaults laid over those of the model")
     hf_overrides: dict[str, Any] = _mapped("Values laid over config.json")
     skip_tokenizer_init: bool = _option(False, "No tokenizer: token ids in, token ids out")
@@ -163,7 +169,9 @@ class SpeculativeConfig:
     method: str | None = _option(None, "Proposer")
     model: str | None = _option(None, "Draft model, or a class path for custom_class")
     num_speculative_tokens: PositiveInt | Literal["auto"] | None = _option(None, "Drafts a step")
-    draft_tensor_parallel_size: PositiveInt | None = _option(None, "Ranks of the draft model: 1, or those of the target")
+    draft_tensor_parallel_size: PositiveInt | None = _option(
+        None, "Ranks of the draft model: 1, or those of the target"
+    )
     max_model_len: PositiveInt | None = _option(None, "Longest context of the draft model")
     prompt_lookup_min: PositiveInt = _option(5, "Shortest n-gram looked up")
     prompt_lookup_max: PositiveInt = _option(5, "Longest n-gram looked up")
@@ -284,7 +292,9 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = _option(False, "Report cached tokens in usage")
     enable_force_include_usage: bool = _option(False, "Send usage at the end of every stream")
     return_tokens_as_token_ids: bool = _option(False, "Show tokens as token_id:N in logprobs")
-    sse_keep_alive_interval_s: Annotated[float, Field(gt=0)] = _option(15.0, "Seconds between comments on a silent stream")
+    sse_keep_alive_interval_s: Annotated[float, Field(gt=0)] = _option(
+        15.0, "Seconds between comments on a silent stream"
+    )
     metrics_compat: Literal["none", "vllm"] = _option("none", "Also export metrics under the reference engine's names")
     max_body_bytes: PositiveInt = _option(32 << 20, "Largest request body")
     max_n: PositiveInt = _option(128, "Most outputs of one request")

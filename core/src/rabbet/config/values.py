@@ -41,7 +41,8 @@ def parse_size(text: str, *, field: str) -> int:
         return int(number) * _FACTORS[letter]
     if letter.isupper():
         raise ConfigError(
-            f"{field} is {shorten(text)}: fractions go with k m g t (powers of 1000) only; write whole {letter}", field=field
+            f"{field} is {shorten(text)}: fractions go with k m g t (powers of 1000) only; write whole {letter}",
+            field=field,
         )
     whole, _, fraction = number.partition(".")
     exact = int(whole + fraction) * _FACTORS[letter]

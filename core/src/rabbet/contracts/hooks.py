@@ -13,7 +13,7 @@ import pluggy
 if TYPE_CHECKING:
     from rabbet.contracts.observability import RequestRecord
 
-__all__ = ["Hooks", "HookSpecs", "hookimpl", "hookspec"]
+__all__ = ["HookSpecs", "Hooks", "hookimpl", "hookspec"]
 
 hookspec = pluggy.HookspecMarker("rabbet")
 hookimpl = pluggy.HookimplMarker("rabbet")

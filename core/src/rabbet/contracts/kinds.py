@@ -34,66 +34,101 @@ class Kind:
 _ALL = (
     Kind(name="platform", group="rabbet.platform", base="rabbet.contracts.platform:Platform", chosen_by="--device"),
     Kind(
-        name="model", group="rabbet.model", base="rabbet.contracts.model:Model",
-        chosen_by="architectures in config.json", verbatim=True,
-    ),
-    Kind(name="weights", group="rabbet.weights", base="rabbet.contracts.weights:WeightFormat", chosen_by="--load-format"),
-    Kind(
-        name="quantization", group="rabbet.quantization",
-        base="rabbet.contracts.quantization:QuantizationConfig", chosen_by="--quantization",
+        name="model",
+        group="rabbet.model",
+        base="rabbet.contracts.model:Model",
+        chosen_by="architectures in config.json",
+        verbatim=True,
     ),
     Kind(
-        name="kv_cache_dtype", group="rabbet.kv_cache_dtype",
-        base="rabbet.contracts.kv_cache_dtype:KVCacheDtype", chosen_by="--kv-cache-dtype",
+        name="weights", group="rabbet.weights", base="rabbet.contracts.weights:WeightFormat", chosen_by="--load-format"
     ),
     Kind(
-        name="attention", group="rabbet.attention",
-        base="rabbet.contracts.attention:AttentionBackend", chosen_by="--attention-backend",
+        name="quantization",
+        group="rabbet.quantization",
+        base="rabbet.contracts.quantization:QuantizationConfig",
+        chosen_by="--quantization",
     ),
-    Kind(name="linear", group="rabbet.linear", base="rabbet.contracts.linear:LinearBackend", chosen_by="--linear-backend"),
+    Kind(
+        name="kv_cache_dtype",
+        group="rabbet.kv_cache_dtype",
+        base="rabbet.contracts.kv_cache_dtype:KVCacheDtype",
+        chosen_by="--kv-cache-dtype",
+    ),
+    Kind(
+        name="attention",
+        group="rabbet.attention",
+        base="rabbet.contracts.attention:AttentionBackend",
+        chosen_by="--attention-backend",
+    ),
+    Kind(
+        name="linear", group="rabbet.linear", base="rabbet.contracts.linear:LinearBackend", chosen_by="--linear-backend"
+    ),
     Kind(name="moe", group="rabbet.moe", base="rabbet.contracts.linear:MoEBackend", chosen_by="--moe-backend"),
     Kind(
-        name="proposer", group="rabbet.proposer", base="rabbet.contracts.proposer:Proposer",
+        name="proposer",
+        group="rabbet.proposer",
+        base="rabbet.contracts.proposer:Proposer",
         chosen_by="--speculative-config.method",
     ),
     Kind(
-        name="kv_connector", group="rabbet.kv_connector",
-        base="rabbet.contracts.kv_connector:KVConnector", chosen_by="--kv-transfer-config.kv_connector",
+        name="kv_connector",
+        group="rabbet.kv_connector",
+        base="rabbet.contracts.kv_connector:KVConnector",
+        chosen_by="--kv-transfer-config.kv_connector",
     ),
     Kind(
-        name="executor", group="rabbet.executor", base="rabbet.contracts.executor:Executor",
+        name="executor",
+        group="rabbet.executor",
+        base="rabbet.contracts.executor:Executor",
         chosen_by="--distributed-executor-backend",
     ),
     Kind(
-        name="scheduler", group="rabbet.scheduler", base="rabbet.contracts.scheduler:Scheduler",
+        name="scheduler",
+        group="rabbet.scheduler",
+        base="rabbet.contracts.scheduler:Scheduler",
         chosen_by="--scheduling-policy",
     ),
     Kind(
-        name="logits_processor", group="rabbet.logits_processor",
-        base="rabbet.contracts.logits_processor:LogitsProcessor", chosen_by="--logits-processors",
+        name="logits_processor",
+        group="rabbet.logits_processor",
+        base="rabbet.contracts.logits_processor:LogitsProcessor",
+        chosen_by="--logits-processors",
     ),
     Kind(name="pooler", group="rabbet.pooler", base="rabbet.contracts.pooler:Pooler", chosen_by="the task"),
     Kind(
-        name="grammar", group="rabbet.grammar", base="rabbet.contracts.grammar:GrammarBackend",
+        name="grammar",
+        group="rabbet.grammar",
+        base="rabbet.contracts.grammar:GrammarBackend",
         chosen_by="--structured-outputs-config.backend",
     ),
     Kind(
-        name="tool_parser", group="rabbet.tool_parser", base="rabbet.contracts.parsers:ToolParser",
+        name="tool_parser",
+        group="rabbet.tool_parser",
+        base="rabbet.contracts.parsers:ToolParser",
         chosen_by="--tool-call-parser",
     ),
     Kind(
-        name="reasoning_parser", group="rabbet.reasoning_parser",
-        base="rabbet.contracts.parsers:ReasoningParser", chosen_by="--reasoning-parser",
+        name="reasoning_parser",
+        group="rabbet.reasoning_parser",
+        base="rabbet.contracts.parsers:ReasoningParser",
+        chosen_by="--reasoning-parser",
     ),
     Kind(
-        name="stat_logger", group="rabbet.stat_logger",
-        base="rabbet.contracts.observability:StatLogger", chosen_by="--stat-loggers",
+        name="stat_logger",
+        group="rabbet.stat_logger",
+        base="rabbet.contracts.observability:StatLogger",
+        chosen_by="--stat-loggers",
     ),
     Kind(
-        name="kv_events", group="rabbet.kv_events",
-        base="rabbet.contracts.observability:KVEventPublisher", chosen_by="--kv-events-config.publisher",
+        name="kv_events",
+        group="rabbet.kv_events",
+        base="rabbet.contracts.observability:KVEventPublisher",
+        chosen_by="--kv-events-config.publisher",
     ),
-    Kind(name="hooks", group="rabbet.hooks", base="rabbet.contracts.hooks:Hooks", chosen_by="being installed and allowed"),
+    Kind(
+        name="hooks", group="rabbet.hooks", base="rabbet.contracts.hooks:Hooks", chosen_by="being installed and allowed"
+    ),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}

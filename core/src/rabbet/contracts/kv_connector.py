@@ -98,9 +98,7 @@ class ConnectorScheduler(ABC):
         """The report of the worker half."""
 
     @abstractmethod
-    def on_finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its blocks must stay until ``finished_saving``, and what to tell the client."""
 
     def take_events(self) -> Sequence[Any]:
@@ -150,7 +148,9 @@ class KVConnector(ABC):
 
     @classmethod
     @abstractmethod
-    def make_scheduler_half(cls, query: ConnectorQuery, config: KVCacheConfig, identity: CacheIdentity) -> ConnectorScheduler:
+    def make_scheduler_half(
+        cls, query: ConnectorQuery, config: KVCacheConfig, identity: CacheIdentity
+    ) -> ConnectorScheduler:
         """In the engine process."""
 
     @classmethod

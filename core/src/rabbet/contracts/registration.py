@@ -121,7 +121,9 @@ def _decorator(kind: str) -> Callable[[str], Callable[[_T], _T]]:
     def register(name: str) -> Callable[[_T], _T]:
         return _register(kind, name)
 
-    register.__doc__ = f"Register a class under ``name`` as a plugin of the kind ``{kind}``; see the module's docstring."
+    register.__doc__ = (
+        f"Register a class under ``name`` as a plugin of the kind ``{kind}``; see the module's docstring."
+    )
     return register
 
 

@@ -164,7 +164,9 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def finish(self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None) -> list[RequestDelta]:
+    def finish(
+        self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None
+    ) -> list[RequestDelta]:
         """End requests from outside (abort, failure); unknown ids are ignored. Blocks in use by a step that runs are
         freed so that a later step may overwrite them only after it."""
 

@@ -87,7 +87,7 @@ class VocabParallelEmbedding(nn.Module):
             weight_loader=self.load_shard,
         )
 
-    def load_shard(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:  # noqa: ARG002
+    def load_shard(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         """Copy this rank's rows.
 
         Raises:

@@ -46,8 +46,8 @@ class UnquantizedLinearMethod(LinearMethod):
         *,
         input_size_per_partition: int,
         output_partition_sizes: Sequence[int],
-        input_size: int,  # noqa: ARG002 (the contract's)
-        output_size: int,  # noqa: ARG002
+        input_size: int,
+        output_size: int,
         params_dtype: torch.dtype,
         weight_loader: Callable[..., None],
     ) -> None:

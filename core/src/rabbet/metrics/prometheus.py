@@ -20,7 +20,9 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 class _Snapshot(Collector):
     """All metrics at one moment."""
 
-    def __init__(self, prefix: str, labels: tuple[str, ...], front: FrontStats, engine: SchedulerStats | None, digest: str) -> None:
+    def __init__(
+        self, prefix: str, labels: tuple[str, ...], front: FrontStats, engine: SchedulerStats | None, digest: str
+    ) -> None:
         self._prefix, self._labels, self._front, self._engine, self._digest = prefix, labels, front, engine, digest
 
     def collect(self) -> Iterator[Metric]:

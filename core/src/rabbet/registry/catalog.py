@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rabbet.contracts.kinds import KINDS
@@ -27,7 +27,7 @@ class Catalog:
     """Contributions by kind and name. Made for one engine; holds no global state."""
 
     entries: tuple[Entry, ...]
-    policy: PluginPolicy = PluginPolicy()
+    policy: PluginPolicy = field(default_factory=PluginPolicy)
     problems: tuple[str, ...] = ()
 
     @classmethod
@@ -59,7 +59,8 @@ class Catalog:
                 distribution=_PROCESS,
                 version="",
                 value=f"{target.__module__}:{target.__qualname__}",
-                record=next((r for r in registrations_of(target) if r.kind == kind), None) or _record(kind, name, target),
+                record=next((r for r in registrations_of(target) if r.kind == kind), None)
+                or _record(kind, name, target),
                 is_bundled=True,
             )
             for kind, members in classes.items()

@@ -50,7 +50,9 @@ def discover(path: Sequence[str] | None = None) -> Found:
     problems: list[str] = []
     seen: set[tuple[str, str, str, str]] = set()
     for distribution in _distributions(path):
-        points = [point for point in distribution.entry_points if point.group in _GROUPS or point.group == MANIFEST_GROUP]
+        points = [
+            point for point in distribution.entry_points if point.group in _GROUPS or point.group == MANIFEST_GROUP
+        ]
         if not points:
             continue
         name, version = distribution.metadata["Name"], distribution.version
@@ -63,7 +65,10 @@ def discover(path: Sequence[str] | None = None) -> Found:
             key = (canonical_distribution(name), entry.kind, entry.name, entry.value)
             if key in seen:
                 logger.warning(
-                    "%s is installed twice (editable and as a wheel?); %s/%s is taken once", name, entry.kind, entry.name
+                    "%s is installed twice (editable and as a wheel?); %s/%s is taken once",
+                    name,
+                    entry.kind,
+                    entry.name,
                 )
                 continue
             seen.add(key)
@@ -86,9 +91,9 @@ def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | N
     if provided is None:
         state = State.UNDECLARED
         reason = "its manifest has no such table" if manifest else "the distribution has no manifest"
-    elif problem := _contract_problem(kind, provided.contract):
-        state, reason = State.INCOMPATIBLE, problem
-    elif provided.native is not None and (problem := _native_problem(provided.native)):
+    elif (problem := _contract_problem(kind, provided.contract)) or (
+        provided.native is not None and (problem := _native_problem(provided.native))
+    ):
         state, reason = State.INCOMPATIBLE, problem
     return Entry(
         kind=kind,

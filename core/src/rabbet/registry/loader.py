@@ -113,7 +113,9 @@ def _call_shape_problem(contract: Any, method: Any) -> str:
             and parameter.default is parameter.empty
         ]
         keywords = {
-            parameter.name: object() for parameter in wanted.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY
+            parameter.name: object()
+            for parameter in wanted.parameters.values()
+            if parameter.kind is parameter.KEYWORD_ONLY
         }
         have.bind(*positional, **keywords)
     except TypeError as error:

@@ -13,5 +13,7 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
     folded = {item.casefold().replace("-", "_"): item for item in known}
     wanted = name.casefold().replace("-", "_")
     found = difflib.get_close_matches(wanted, folded, n=count, cutoff=0.6)
-    found += [key for key in folded if wanted and key not in found and (key.startswith(wanted) or wanted.startswith(key))]
+    found += [
+        key for key in folded if wanted and key not in found and (key.startswith(wanted) or wanted.startswith(key))
+    ]
     return [folded[key] for key in found[:count]]

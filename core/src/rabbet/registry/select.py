@@ -55,7 +55,9 @@ def select(
         _require_selectable(entry)
         refusals = _refusals(load_entry(entry), query)
         if refusals:
-            raise PluginRefusedError(_refused(kind, entry, refusals, asked_by), kind=kind, name=entry.name, refusals=refusals)
+            raise PluginRefusedError(
+                _refused(kind, entry, refusals, asked_by), kind=kind, name=entry.name, refusals=refusals
+            )
         return _decision(entry, scope, asked_by or KINDS[kind].chosen_by, ())
     return _auto(catalog, kind, query, scope, preferences)
 

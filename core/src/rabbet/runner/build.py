@@ -70,7 +70,7 @@ def build_model(
     else:
         rules = model_class.weight_rules(config)
         report = load_weights(model, rules, format_class.tensors(resolved.files), progress=progress)
-        size = sum(p.numel() * context.dtype.itemsize for p in model.parameters()) or report.size_bytes
+        size = report.parameters_bytes
         logger.info("weights: %d tensors in %.1f s", report.num_tensors, report.seconds)
     if not context.attention_layers:
         raise ConfigError("the model has no attention layers", field="model")

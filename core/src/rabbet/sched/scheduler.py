@@ -134,7 +134,9 @@ class _TokenScheduler(Scheduler):
                 field="prompt",
             )
 
-    def finish(self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None) -> list[RequestDelta]:
+    def finish(
+        self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None
+    ) -> list[RequestDelta]:
         """See ``Scheduler``."""
         deltas = []
         for request_id in request_ids:
@@ -458,7 +460,9 @@ class _TokenScheduler(Scheduler):
         assert len(running) == len(self._running) <= self.context.max_num_seqs, "too many running requests"
         assert running == self._announced, "the runner's rows differ from the running requests"
         for request in self._requests.values():
-            assert request.num_computed_tokens <= request.num_known_tokens + request.num_pending_tokens, request.request_id
+            assert request.num_computed_tokens <= request.num_known_tokens + request.num_pending_tokens, (
+                request.request_id
+            )
             if request.request_id in waiting:
                 assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
 

@@ -120,7 +120,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return error_response(text, status=error.status_code, headers=headers)
 
-    async def on_validation(_request: Request, error: Exception) -> Response:
+    async def on_validation(_request: Request, _error: Exception) -> Response:
         return error_response("the request is malformed", status=400)
 
     app.add_exception_handler(RabbetError, on_rabbet)

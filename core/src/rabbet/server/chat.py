@@ -86,7 +86,9 @@ def template_options(state: ServerState, body: Any) -> dict[str, Any]:
         )
     variables = {**state.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
     if "chat_template" in variables or "tokenize" in variables:
-        raise InvalidRequestError("chat_template_kwargs may not hold chat_template or tokenize", field="chat_template_kwargs")
+        raise InvalidRequestError(
+            "chat_template_kwargs may not hold chat_template or tokenize", field="chat_template_kwargs"
+        )
     effort = getattr(body, "reasoning_effort", None)
     if isinstance(effort, str):
         variables.setdefault("reasoning_effort", effort)
@@ -113,7 +115,13 @@ def _prepare(body: ChatCompletionRequest, state: ServerState) -> _Call:
     tokens = llm.chat_prompt(body.messages, **template_options(state, body))
     prompt = TokenizedPrompt(tokens.text, tokens.token_ids, salt)
     sampling = chat_sampling(body, llm.sampling_defaults, state.config)
-    llm.check(prompt, sampling, clamp_max_tokens=True)
+    try:
+        llm.check(prompt, sampling, clamp_max_tokens=True)
+    except InvalidRequestError as error:
+        if error.field == "logprobs":
+            # Chat's own name for the number of alternatives.
+            raise InvalidRequestError(f"top_{error}", field="top_logprobs", value=error.value) from None
+        raise
     return _Call(body, state, model, prompt, sampling, state.new_id("chatcmpl"), int(time.time()))
 
 

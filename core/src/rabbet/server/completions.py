@@ -126,7 +126,9 @@ def _prompts(prompt: Any, limit: int) -> list[Any]:
         return [prompt]
     if len(prompt) > limit:
         raise InvalidRequestError(
-            f"prompt holds {len(prompt)} prompts, the limit is {limit} (--max-prompts)", field="prompt", value=len(prompt)
+            f"prompt holds {len(prompt)} prompts, the limit is {limit} (--max-prompts)",
+            field="prompt",
+            value=len(prompt),
         )
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt)):
         raise InvalidRequestError("prompt mixes texts and token ids; give lists of one kind", field="prompt")

@@ -47,7 +47,12 @@ def error_body(message: str, *, status: int, param: str | None = None, code: str
 
 
 def error_response(
-    message: str, *, status: int, param: str | None = None, code: str | int | None = None, headers: dict[str, str] | None = None
+    message: str,
+    *,
+    status: int,
+    param: str | None = None,
+    code: str | int | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Response:
     """The response for one error."""
     return json_response(error_body(message, status=status, param=param, code=code), status, headers)

@@ -97,11 +97,11 @@ class Guard:
 
     def _is_allowed(self, scope: Scope) -> bool:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(values) != 1 or not values[0][:7].lower() == b"bearer ":
+        if len(values) != 1 or values[0][:7].lower() != b"bearer ":
             return False
         digest = hashlib.sha256(values[0][7:].strip()).digest()
         # Every key is compared, so that the time does not tell which one was near.
-        return any([hmac.compare_digest(digest, key) for key in self._keys])
+        return any([hmac.compare_digest(digest, key) for key in self._keys])  # noqa: C419
 
     @staticmethod
     def _request_id(scope: Scope) -> str:

@@ -135,4 +135,6 @@ class DetokenizeRequest(_Body):
     tokens: list[int]
 
 
-ErrorType = Literal["invalid_request_error", "authentication_error", "not_found_error", "server_error", "overloaded_error"]
+ErrorType = Literal[
+    "invalid_request_error", "authentication_error", "not_found_error", "server_error", "overloaded_error"
+]

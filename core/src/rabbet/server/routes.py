@@ -115,5 +115,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     limit = llm.model_info.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < limit:
-            raise InvalidRequestError(f"tokens holds {token_id}; ids go from 0 to {limit - 1}", field="tokens", value=token_id)
+            raise InvalidRequestError(
+                f"tokens holds {token_id}; ids go from 0 to {limit - 1}", field="tokens", value=token_id
+            )
     return json_response({"prompt": llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})

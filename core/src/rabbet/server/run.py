@@ -79,7 +79,9 @@ def _prepare(server: ServerConfig) -> None:
         try:
             server.chat_template = Path(template).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--chat-template {template} cannot be read: {error.strerror}", field="chat_template") from error
+            raise ConfigError(
+                f"--chat-template {template} cannot be read: {error.strerror}", field="chat_template"
+            ) from error
 
 
 def _bind(server: ServerConfig) -> socket.socket:

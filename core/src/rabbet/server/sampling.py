@@ -45,7 +45,9 @@ def chat_sampling(body: ChatCompletionRequest, defaults: Mapping[str, Any], limi
         raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs", value=body.top_logprobs)
     if body.top_logprobs is not None and body.top_logprobs < 0:
         raise InvalidRequestError(
-            f"top_logprobs is {body.top_logprobs}, but must not be negative", field="top_logprobs", value=body.top_logprobs
+            f"top_logprobs is {body.top_logprobs}, but must not be negative",
+            field="top_logprobs",
+            value=body.top_logprobs,
         )
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
@@ -71,7 +73,8 @@ def _common(body: _Sampling, defaults: Mapping[str, Any], limits: ServerConfig) 
         value = getattr(body, name)
         if value and not (name == "response_format" and value.get("type") == "text"):
             raise InvalidRequestError(
-                f"{name} needs a grammar plugin, and none is installed; see: rabbet plugins list --kind grammar", field=name
+                f"{name} needs a grammar plugin, and none is installed; see: rabbet plugins list --kind grammar",
+                field=name,
             )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
@@ -85,7 +88,9 @@ def _stops(stop: str | list[str] | None, limits: ServerConfig) -> list[str]:
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if len(stops) > limits.max_stop:
         raise InvalidRequestError(
-            f"stop has {len(stops)} entries, the limit is {limits.max_stop} (--max-stop)", field="stop", value=len(stops)
+            f"stop has {len(stops)} entries, the limit is {limits.max_stop} (--max-stop)",
+            field="stop",
+            value=len(stops),
         )
     for item in stops:
         if len(item) > _MAX_STOP_CHARS:

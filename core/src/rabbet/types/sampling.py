@@ -253,7 +253,9 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_int_list(name, getattr(self, name))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError("allowed_token_ids is empty, so no token could be chosen", field="allowed_token_ids")
+            raise InvalidRequestError(
+                "allowed_token_ids is empty, so no token could be chosen", field="allowed_token_ids"
+            )
         ids = self.logprob_token_ids
         if ids is not None and len(ids) > MAX_LOGPROB_TOKEN_IDS:
             raise InvalidRequestError(
@@ -277,14 +279,17 @@ def _fail(name: str, value: object, rule: str) -> None:
     raise InvalidRequestError(f"{name} is {shorten(value)}, but must be {rule}", field=name, value=value)
 
 
-def _check_float(
-    name: str, value: object, *, low: float, high: float = math.inf, low_open: bool = False
-) -> None:
+def _check_float(name: str, value: object, *, low: float, high: float = math.inf, low_open: bool = False) -> None:
     bracket = "(" if low_open else "["
     rule = f"a finite number > {low:g}" if high == math.inf and low_open else f"a number in {bracket}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _fail(name, value, rule)
-    elif value > high or value < low or (low_open and value == low):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value > high
+        or value < low
+        or (low_open and value == low)
+    ):
         _fail(name, value, rule)
 
 

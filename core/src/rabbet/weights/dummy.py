@@ -26,7 +26,7 @@ class DummyFormat(WeightFormat):
     """Chosen by name only; has no tensors, so the runner fills the model with ``fill_with_noise``."""
 
     @classmethod
-    def matches(cls, query: ResolveQuery) -> bool:  # noqa: ARG003
+    def matches(cls, query: ResolveQuery) -> bool:
         """Never: noise is served on request only."""
         return False
 
@@ -36,12 +36,12 @@ class DummyFormat(WeightFormat):
         return read_model_files(model_directory(query, with_weights=False), (), name=model_name(query.model))
 
     @classmethod
-    def infos(cls, files: ModelFiles) -> tuple[TensorInfo, ...]:  # noqa: ARG003
+    def infos(cls, files: ModelFiles) -> tuple[TensorInfo, ...]:
         """Nothing is stored."""
         return ()
 
     @classmethod
-    def tensors(cls, files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ARG003
+    def tensors(cls, files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing is stored."""
         return iter(())
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from rabbet.contracts import Refusal, register_attention_backend
 from rabbet.contracts.attention import AttentionBackend, AttentionLayerSpec, AttentionQuery, KVLayout
 from rabbet.types.kv import KVCacheSpec
+
 from rabbet_hw_cpu import native
 
 if TYPE_CHECKING:
     import torch
-
     from rabbet.contracts.batch import AttentionBatch
 
 __all__ = ["CpuAttention", "attend_reference", "is_packed", "store_reference"]
@@ -156,7 +156,9 @@ def attend_reference(
             continue
         first = 0 if layer.window is None else max(0, length - (end - start) - layer.window + 1) // block_size
         blocks = batch.block_table[index, first : -(-length // block_size)].long()
-        pages = kv_cache[blocks].transpose(0, 1).transpose(1, 2).flatten(2, 3)[:, :, : length - first * block_size].float()
+        pages = (
+            kv_cache[blocks].transpose(0, 1).transpose(1, 2).flatten(2, 3)[:, :, : length - first * block_size].float()
+        )
         q = q_THD[start:end].float().view(end - start, num_kv_heads, num_heads // num_kv_heads, -1)
         scores = torch.einsum("qkgd,kld->kgql", q, pages[0]) * layer.scale
         if layer.soft_cap is not None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
     from rabbet.contracts.attention import AttentionLayerSpec
     from rabbet.contracts.batch import AttentionBatch
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-
 from rabbet.contracts.layer_ops import LayerOps
 from rabbet.layers.reference import TorchLayerOps
+
 from rabbet_hw_cpu import native
 
 __all__ = ["NativeLayerOps"]
@@ -89,7 +89,9 @@ class NativeLayerOps(LayerOps):
         code = native.type_code(x.dtype)
         if code is None or not x.is_contiguous():
             approximate = "tanh" if activation == 2 else "none"
-            return self._torch.silu_and_mul(x) if activation == 0 else self._torch.gelu_and_mul(x, approximate=approximate)
+            return (
+                self._torch.silu_and_mul(x) if activation == 0 else self._torch.gelu_and_mul(x, approximate=approximate)
+            )
         size = x.shape[-1] // 2
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
         self._kernels.rabbet_gated(x.data_ptr(), out.data_ptr(), x.numel() // (2 * size), size, activation, code)

@@ -217,7 +217,7 @@ class Qwen2ForCausalLM(nn.Module, Model):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,  # noqa: ARG002 (no pipeline stages)
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model``."""

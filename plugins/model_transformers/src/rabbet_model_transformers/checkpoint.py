@@ -137,7 +137,7 @@ class HubRules(WeightRules):
         """Buffers have start values; ``Merger`` fills what is converted."""
         return name in self.buffers or name in self.converted
 
-    def shards(self, parameter: str) -> frozenset[Any]:  # noqa: ARG002
+    def shards(self, parameter: str) -> frozenset[Any]:
         """One."""
         return frozenset([None])
 

@@ -49,7 +49,7 @@ class GivenHidden(nn.Module):
         """OPT's head calls ``model.decoder``."""
         return self
 
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **options: Any) -> HiddenOutput:  # noqa: ARG002
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **options: Any) -> HiddenOutput:
         """As a base model's forward."""
         return HiddenOutput(inputs_embeds)
 
@@ -101,7 +101,7 @@ class TransformersForCausalLM(nn.Module, Model):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,  # noqa: ARG002 (no pipeline stages)
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model``."""

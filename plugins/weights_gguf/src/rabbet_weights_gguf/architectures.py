@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.errors import WeightsError
+
 from rabbet_weights_gguf.header import GGUFHeader
 
 __all__ = ["SUPPORTED", "generation_config", "hf_config", "hf_name", "needs_unpermute"]
@@ -158,7 +159,9 @@ def _rope(header: GGUFHeader, architecture: str, path: Path) -> dict[str, Any]:
     if scaling in ("none", "") or factor == 1.0:
         return parameters
     if scaling not in ("linear", "yarn"):
-        raise WeightsError(f"{path.name} has the rope scaling {scaling!r}; none, linear and yarn are read", file=str(path))
+        raise WeightsError(
+            f"{path.name} has the rope scaling {scaling!r}; none, linear and yarn are read", file=str(path)
+        )
     parameters |= {"rope_type": scaling, "factor": factor}
     original = fields.get(f"{architecture}.rope.scaling.original_context_length")
     if scaling == "yarn" and original is not None:

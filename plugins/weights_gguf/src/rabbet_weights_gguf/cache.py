@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.errors import WeightsError
+
 from rabbet_weights_gguf.header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = ["derived_directory", "load_header"]
@@ -39,7 +40,11 @@ def derived_directory(path: Path, download_dir: str | None) -> Path:
     try:
         if header.num_tokens:
             _convert_tokenizer(path, work, header)
-        document = {"fields": header.fields, "tensors": [asdict(t) for t in header.tensors], "num_tokens": header.num_tokens}
+        document = {
+            "fields": header.fields,
+            "tensors": [asdict(t) for t in header.tensors],
+            "num_tokens": header.num_tokens,
+        }
         (work / _HEADER).write_text(json.dumps(document), encoding="utf-8")
         if directory.exists():
             shutil.rmtree(directory)

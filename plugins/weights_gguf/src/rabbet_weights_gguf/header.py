@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-
 from rabbet.errors import WeightsError
 
 __all__ = ["BLOCK_TYPES", "GGUFHeader", "GGUFTensor", "read_header"]
