@@ -73,6 +73,11 @@ class KVManager(ABC):
         """Give back all blocks of a request; last blocks become evictable first. Idempotent."""
 
     @abstractmethod
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """Copies of a request's tables, a group each: null blocks where a sliding window has moved on; empty tables if it
+        holds nothing. What a KV connector is told, so that it never reads a block that has been given to another."""
+
+    @abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False (and no change) while requests hold blocks."""
 
@@ -109,6 +114,8 @@ class SchedulerContext:
         kv: The KV manager.
         cache: Sizes and groups.
         connector: Scheduler half of the KV connector, or None.
+        kv_load_failure_policy: What a failed load of the connector does to its request: ``fail`` ends it with an error,
+            ``recompute`` computes it anew.
     """
 
     max_num_batched_tokens: int
@@ -124,6 +131,7 @@ class SchedulerContext:
     num_speculative_tokens: int = 0
     reserve_full_prompt: bool = True
     connector: ConnectorScheduler | None = None
+    kv_load_failure_policy: str = "fail"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,15 @@ __all__ = [
     "build_cache_config",
     "bytes_for_one_request",
     "capacity_tokens",
+    "longest_context",
     "max_concurrency",
     "max_len_that_fits",
     "page_bytes",
 ]
+
+
+_MIN_BLOCKS = 2
+_WHOLE_CONTEXT = 1 << 30
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
@@ -34,11 +39,12 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)
-    sizes = {spec.page_size_bytes for spec in by_spec}
-    if len(sizes) > 1:
+    if len({spec.page_size_bytes for spec in by_spec}) > 1:
+        pages = "; ".join(
+            f"{spec.page_size_bytes} bytes ({spec.kind.value}, {names[0]})" for spec, names in by_spec.items()
+        )
         raise ConfigError(
-            f"layers of this model need KV pages of different sizes ({', '.join(str(s) for s in sorted(sizes))} bytes), "
-            "which this release cannot share one pool between",
+            f"layers of this model need KV pages of different sizes, which cannot share one pool in this release: {pages}",
             field="cache",
         )
     return tuple(
@@ -63,10 +69,15 @@ def build_cache_config(
         specs: Layer to spec.
         available_bytes: What the cache may take.
         num_blocks_override: Exactly that many blocks instead.
+
+    A model without attention layers gets the smallest pool, which costs no memory.
     """
     groups = group_layers(specs)
     size = page_bytes(groups)
-    num_blocks = num_blocks_override if num_blocks_override is not None else available_bytes // max(size, 1)
+    if num_blocks_override is not None:
+        num_blocks = num_blocks_override
+    else:
+        num_blocks = max(0, available_bytes) // size if size else _MIN_BLOCKS
     num_tensors = max((len(group.layer_names) for group in groups), default=0)
     tensors = tuple(
         KVCacheTensor(
@@ -79,17 +90,30 @@ def build_cache_config(
 
 
 def _blocks(spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
-    """Blocks that one request of ``num_tokens`` holds at most in a group."""
+    """Blocks that one request of ``num_tokens`` holds at most in a group.
+
+    A sliding window's blocks are given back when a step's result is taken in, so until then a request holds
+
+        |-- window - 1 --|-- tokens planned since --|   and a block that neither end fills
+    """
     if spec.kind is CacheKind.STATE_SPACE:
         return 1
     if spec.kind is CacheKind.SLIDING_WINDOW and spec.window is not None:
-        # The window, the tokens of a step, and a block that neither end fills.
         num_tokens = min(num_tokens, spec.window - 1 + max_step_tokens + spec.block_size)
     return -(-num_tokens // spec.block_size)
 
 
-def blocks_for_one_request(groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int = 1 << 30) -> int:
-    """Blocks over all groups that one request of ``num_tokens`` needs."""
+def blocks_for_one_request(
+    groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int = _WHOLE_CONTEXT
+) -> int:
+    """Blocks over all groups that one request of ``num_tokens`` needs.
+
+    Args:
+        groups: The cache groups.
+        num_tokens: Length of the request.
+        max_step_tokens: Tokens planned at most before a result is taken in: of two steps with async scheduling. The
+            default is safe for any.
+    """
     return sum(_blocks(group.spec, num_tokens, max_step_tokens) for group in groups)
 
 
@@ -99,27 +123,33 @@ def bytes_for_one_request(specs: Mapping[str, KVCacheSpec], max_model_len: int) 
     return (blocks_for_one_request(groups, max_model_len) + 1) * page_bytes(groups)
 
 
-def max_len_that_fits(specs: Mapping[str, KVCacheSpec], num_blocks: int, limit: int) -> int:
-    """The longest context, up to ``limit``, of which one request fits into ``num_blocks``; 0 if none does."""
-    groups = group_layers(specs)
+def longest_context(
+    groups: tuple[KVCacheGroup, ...], num_blocks: int, limit: int, max_step_tokens: int = _WHOLE_CONTEXT
+) -> int:
+    """The longest context, up to ``limit``, of which one request fits into a pool of ``num_blocks``; 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for_one_request(groups, middle) <= num_blocks - 1:
+        if blocks_for_one_request(groups, middle, max_step_tokens) <= num_blocks - 1:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def max_concurrency(config: KVCacheConfig, max_model_len: int) -> float:
+def max_len_that_fits(specs: Mapping[str, KVCacheSpec], num_blocks: int, limit: int) -> int:
+    """``longest_context`` of the layers' groups."""
+    return longest_context(group_layers(specs), num_blocks, limit)
+
+
+def max_concurrency(config: KVCacheConfig, max_model_len: int, max_step_tokens: int = _WHOLE_CONTEXT) -> float:
     """How many requests of the longest context fit at once."""
-    needed = blocks_for_one_request(config.groups, max_model_len)
-    return (config.num_blocks - 1) / needed if needed else float("inf")
+    needed = blocks_for_one_request(config.groups, max_model_len, max_step_tokens)
+    return max(0, config.num_blocks - 1) / needed if needed else float("inf")
 
 
 def capacity_tokens(config: KVCacheConfig) -> int:
     """Tokens that the cache holds if every block is full."""
     if not config.groups:
         return 0
-    return (config.num_blocks - 1) // len(config.groups) * config.groups[0].spec.block_size
+    return max(0, config.num_blocks - 1) // len(config.groups) * config.groups[0].spec.block_size
