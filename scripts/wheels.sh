@@ -14,7 +14,7 @@ for distribution in . core plugins/*; do
     name=$(basename "$(realpath "$distribution")")
     mkdir -p "$work/$name"
     if [ "$distribution" = . ]; then cp pyproject.toml README.md LICENSE "$work/$name/"
-    else cp -r "$distribution/." "$work/$name/"; rm -rf "$work/$name"/{build,src/*.egg-info}; fi
+    else cp -r "$distribution/." "$work/$name/"; rm -rf "$work/$name"/{build,tests,src/*.egg-info}; find "$work/$name" -name "*.so" -delete; fi
     isolation=""
     if "$python" -c 'import setuptools, wheel; assert int(setuptools.__version__.split(".")[0]) >= 77' 2>/dev/null; then isolation=--no-build-isolation; fi
     # shellcheck disable=SC2086
