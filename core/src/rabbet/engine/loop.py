@@ -18,6 +18,7 @@ _IDLE_S = 0.5
 # Requests that wait for something outside (a load, a grammar) are looked at again that often.
 _WAITING_S = 0.002
 _STATS_S = 0.2
+_STALL_LINE_S = 30.0
 
 
 class EngineLoop:
@@ -35,6 +36,7 @@ class EngineLoop:
         self._send = send
         self._deadline_s: float | None = None
         self._turn_started_s: float | None = None
+        self._moved_s = time.monotonic()
         self._published: tuple[float, SchedulerStats] = (time.monotonic(), core.stats())
 
     def run(self) -> None:
@@ -61,7 +63,9 @@ class EngineLoop:
             if core.has_work():
                 deltas = core.step()
                 self._emit(deltas)
-                wait_s = _WAITING_S if core.is_waiting and not deltas else 0.0
+                is_stalled = core.is_waiting and not deltas
+                wait_s = _WAITING_S if is_stalled else 0.0
+                self._watch(is_stalled)
             self._publish()
 
     def heartbeat(self) -> Heartbeat:
@@ -74,6 +78,22 @@ class EngineLoop:
         now = time.monotonic()
         if always or now - self._published[0] >= _STATS_S:
             self._published = (now, self._core.stats())
+
+    def _watch(self, is_stalled: bool) -> None:
+        """Say it if unfinished requests make no step for long: a wait must have a name."""
+        now = time.monotonic()
+        if not is_stalled:
+            self._moved_s = now
+        elif now - self._moved_s >= _STALL_LINE_S:
+            self._moved_s = now
+            stats = self._core.stats()
+            logger.warning(
+                "no step for %.0f s: %d requests run, %d wait, %.0f%% of the KV cache is held",
+                _STALL_LINE_S,
+                stats.num_running,
+                stats.num_waiting,
+                stats.kv_usage * 100,
+            )
 
     def _emit(self, deltas: list[RequestDelta]) -> None:
         if deltas:

@@ -170,8 +170,10 @@ def build(config: EngineConfig, *, is_server: bool, send: Callable[[FromEngine],
 
 def main() -> int:
     """Entry of the process."""
-    # Ctrl+C reaches the whole process group; the front decides what it means and tells us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl+C reaches the whole process group, and a service manager's SIGTERM every process of the service: the front
+    # decides what they mean and tells us. A handler and not SIG_IGN, which programs that we start would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     start = read_start(sys.stdin.buffer)
     die_with_parent(sys.stdin.fileno(), start.parent_pid)
     logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)

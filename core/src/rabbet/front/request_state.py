@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rabbet.front.detok import Detokenizer, StopFinder
 from rabbet.front.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -141,6 +142,7 @@ class RequestState:
             [None] if sampling.prompt_logprobs is not None else None
         )
         self.num_cached_tokens = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.metrics = RequestMetrics(arrival_time_s=time.time())
         self._last_finish: list[bool] = [False] * sampling.n
         self._is_final_shown = False
@@ -163,6 +165,8 @@ class RequestState:
             missing = len(self.prompt.token_ids) - len(self.prompt_logprobs)
             decode = self.outputs[0].decode_logprobs
             self.prompt_logprobs += [decode(entry) for entry in delta.prompt_logprobs[:missing]]
+        if delta.kv_transfer_params is not None:
+            self.kv_transfer_params = delta.kv_transfer_params
         must_abort = self.outputs[index].feed(delta)
         if self.is_finished:
             self.metrics.finished_time_s = time.time()
@@ -195,6 +199,7 @@ class RequestState:
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     def _is_ready(self, output: OutputState) -> bool:
