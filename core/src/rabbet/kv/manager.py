@@ -56,7 +56,8 @@ class BlockKVManager(KVManager):
         for group in config.groups:
             if group.spec.kind is CacheKind.STATE_SPACE:
                 raise ConfigError(
-                    f"state-space layers ({group.layer_names[0]} and others) have no cache in this release", field="cache"
+                    f"state-space layers ({group.layer_names[0]} and others) have no cache in this release",
+                    field="cache",
                 )
         self._groups = config.groups
         self._windows = tuple(group for group in config.groups if group.spec.window is not None)
@@ -116,8 +117,8 @@ class BlockKVManager(KVManager):
     def _window_hit(self, group: KVCacheGroup, window: int, hashes: Sequence[bytes]) -> list[int]:
         """The longest prefix of which the last blocks, as many as the window reaches, are there.
 
-            | null | null | null | found | found |  next token
-                                 |--- window ----|
+        | null | null | null | found | found |  next token
+                             |--- window ----|
         """
         needed = -(-(window - 1) // self._block_size)
         run: list[int] = []

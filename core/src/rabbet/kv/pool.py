@@ -84,7 +84,9 @@ class BlockPool:
         """Make the content of a held block findable; False if another block has the same content already."""
         if block_hash in self._by_hash:
             return False
-        assert self._references[block_id] > 0 and self._hashes[block_id] is None, f"block {block_id} has content already"
+        assert self._references[block_id] > 0 and self._hashes[block_id] is None, (
+            f"block {block_id} has content already"
+        )
         self._hashes[block_id] = block_hash
         self._by_hash[block_hash] = block_id
         return True

@@ -6,8 +6,11 @@ anew, which the prefix cache makes cheap.
 
 Async scheduling: ``schedule`` counts tokens that the step before will sample (``num_pending_tokens``) as known. A
 result that arrives for a request which was preempted or ended since its plan is dropped, because the request's
-``epoch`` moved on. Blocks given back while a step that reads them runs may be handed out at once: the runner executes
-plans strictly in order, so a later plan writes them only after that step.
+``epoch`` moved on. Blocks given back while a step that uses them runs may be handed out at once: the runner executes
+plans strictly in order, so a later plan writes them only after that step. Transfers of a KV connector are not ordered
+so; ``transfers`` keeps their blocks.
+
+Drafts: a request whose drafts are being verified has an unknown length and is left out of plans until their result.
 """
 
 from __future__ import annotations
@@ -16,39 +19,39 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 
 from rabbet.contracts import register_scheduler
+from rabbet.contracts.kv_connector import ExternalHit
 from rabbet.contracts.scheduler import CacheHit, Scheduler, SchedulerContext, SchedulerStats
 from rabbet.errors import InvalidRequestError, OverloadedError
 from rabbet.kv.groups import blocks_for_one_request
+from rabbet.sched.admission import check_request, longest_request, unseen_tokens
+from rabbet.sched.entry import Entry, Flight, FlightRow, PlanDraft
 from rabbet.sched.queue import FcfsQueue, PriorityQueue, RequestQueue, priority_key
 from rabbet.sched.stop import check_stop
-from rabbet.types.outputs import FinishReason, RequestDelta, StepResult
+from rabbet.sched.transfers import Transfers
+from rabbet.types.kv import NULL_BLOCK_ID
+from rabbet.types.outputs import FinishReason, KVTransferResult, RequestDelta, StepResult, TokenLogprobs
 from rabbet.types.plan import NewRequest, RunningRequest, StepPlan
 from rabbet.types.request import EngineRequest, Request, RequestStatus
 
 __all__ = ["FcfsScheduler", "PriorityScheduler"]
 
-
-@dataclass(slots=True)
-class _Flight:
-    """A plan under way: for each of its requests the epoch, the tokens computed after it, and whether it samples."""
-
-    plan: StepPlan
-    rows: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
+_LOAD_FAILED = "the KV cache of this request could not be loaded from the connector"
+_LOCAL = ExternalHit(num_tokens=0)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan being made."""
+class _Turn(Enum):
+    """What came of the attempt to admit a request."""
 
-    tokens_left: int
-    new: list[NewRequest] = field(default_factory=list)
-    running: list[RunningRequest] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-    drafts: dict[str, list[int]] = field(default_factory=dict)
-    preempted: bool = False
+    TAKEN = "taken"
+    """It runs, or waits for a load."""
+    BLOCKED = "blocked"
+    """It does not fit now, and nobody overtakes it."""
+    LATER = "later"
+    """The connector cannot say yet; others may go first."""
 
 
 @dataclass(slots=True)
@@ -68,13 +71,15 @@ class _TokenScheduler(Scheduler):
         """See ``Scheduler``."""
         super().__init__(context)
         self._kv = context.kv
+        self._groups = context.cache.groups
+        self._block_size = self._groups[0].spec.block_size if self._groups else 1
+        self._max_len = longest_request(context)
         self._waiting: RequestQueue = self._make_queue()
-        self._running: list[Request] = []
-        self._requests: dict[str, Request] = {}
-        self._epochs: dict[str, int] = {}
-        self._flights: deque[_Flight] = deque()
+        self._running: list[Entry] = []
+        self._entries: dict[str, Entry] = {}
+        self._transfers = Transfers(context.connector, context.kv)
+        self._flights: deque[Flight] = deque()
         self._gone: list[str] = []
-        self._announced: set[str] = set()
         self._counters = _Counters()
         self._random = random.Random()
         self._next_step = 1
@@ -82,9 +87,9 @@ class _TokenScheduler(Scheduler):
     def _make_queue(self) -> RequestQueue:
         return FcfsQueue()
 
-    def _victim(self) -> Request:
-        """The running request that can wait best."""
-        return self._running[-1]
+    def _victim(self) -> int:
+        """Index of the running request that can wait best."""
+        return len(self._running) - 1
 
     # ---- requests come and go
 
@@ -93,258 +98,278 @@ class _TokenScheduler(Scheduler):
         limit = self.context.max_num_queued_requests
         if limit is not None and len(self._waiting) >= limit:
             raise OverloadedError(f"{len(self._waiting)} requests wait already, the limit is {limit}; try again later")
-        self._check(request)
-        seed = request.sampling.seed
+        if request.request_id in self._entries or self._transfers.holds(request.request_id):
+            raise InvalidRequestError(f"the request id {request.request_id} is in use", field="request_id")
+        check_request(request, self.context, self._max_len)
+        sampling = request.sampling
         state = Request(
             spec=request,
             token_ids=list(request.prompt_token_ids),
-            seed=self._random.getrandbits(63) if seed is None else seed,
+            seed=self._random.getrandbits(63) if sampling.seed is None else sampling.seed,
         )
-        self._requests[request.request_id] = state
-        self._epochs[request.request_id] = 0
+        # Positions that come from a cache have no logits, so prompt logprobs forbid every hit.
+        skips_caches = bool(sampling.skip_reading_prefix_cache) or sampling.prompt_logprobs is not None
+        self._entries[request.request_id] = Entry(state, skips_caches=skips_caches, is_local_only=skips_caches)
         self._waiting.add(state)
-
-    def _check(self, request: EngineRequest) -> None:
-        """Refuse what can never be served."""
-        context = self.context
-        num_prompt = len(request.prompt_token_ids)
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"the request id {request.request_id} is in use", field="request_id")
-        if num_prompt < 1:
-            raise InvalidRequestError("the prompt is empty", field="prompt")
-        if num_prompt >= context.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, which leaves no room for output in the context of "
-                f"{context.max_model_len}",
-                field="prompt",
-            )
-        if not context.is_chunked_prefill and num_prompt > context.max_num_batched_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, a step has {context.max_num_batched_tokens}, and chunked prefill is "
-                "off",
-                field="prompt",
-            )
-        needed = blocks_for_one_request(context.cache.groups, num_prompt + 1, context.max_num_batched_tokens)
-        usable = context.cache.num_blocks - 1
-        if needed > usable:
-            block_size = context.cache.groups[0].spec.block_size
-            raise InvalidRequestError(
-                f"the prompt needs {needed} KV blocks, but the cache has {usable}: about "
-                f"{usable // len(context.cache.groups) * block_size} tokens would fit",
-                field="prompt",
-            )
 
     def finish(
         self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None
     ) -> list[RequestDelta]:
         """See ``Scheduler``."""
-        deltas = []
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                deltas.append(self._end(request, reason, error=error))
-        return deltas
+        entries = [self._entries[item] for item in dict.fromkeys(request_ids) if item in self._entries]
+        return [self._end(entry, reason, error=error) for entry in entries]
 
     def _end(
-        self, request: Request, reason: FinishReason, *, error: str | None = None, delta: RequestDelta | None = None
+        self,
+        entry: Entry,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        tokens: Sequence[int] = (),
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> RequestDelta:
         """Remove a request and make its last delta."""
+        request = entry.request
         if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self._running.remove(entry)
+        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        self._kv.release(request)
-        self._forget(request)
-        del self._requests[request.request_id]
-        del self._epochs[request.request_id]
-        last = delta or self._delta(request)
+        self._leave_row(entry)
+        del self._entries[request.request_id]
         return RequestDelta(
-            request_id=last.request_id,
-            new_token_ids=last.new_token_ids,
-            logprobs=last.logprobs,
-            prompt_logprobs=last.prompt_logprobs,
+            request_id=request.request_id,
+            new_token_ids=list(tokens),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_reason=request.stop_reason,
             error=error,
-            num_cached_tokens=last.num_cached_tokens,
-            queued_s=last.queued_s,
-            num_preemptions=request.num_preemptions,
-        )
-
-    def _forget(self, request: Request) -> None:
-        """Tell the runner, with the next plan, that a row is free."""
-        if request.request_id in self._announced:
-            self._announced.discard(request.request_id)
-            self._gone.append(request.request_id)
-
-    def _delta(self, request: Request) -> RequestDelta:
-        first = request.first_scheduled_time_s
-        return RequestDelta(
-            request_id=request.request_id,
             num_cached_tokens=request.num_cached_tokens,
+            queued_s=self._queued_s(entry),
             num_preemptions=request.num_preemptions,
-            queued_s=None if first is None else max(0.0, first - request.spec.arrival_time_s),
+            kv_transfer_params=self._transfers.release(request),
         )
+
+    def _leave_row(self, entry: Entry) -> None:
+        """Drop results under way, and tell the runner, with the next plan, that the row is free."""
+        entry.epoch += 1
+        entry.is_verifying = False
+        if entry.has_row:
+            entry.has_row = False
+            self._gone.append(entry.request.request_id)
+
+    def _queued_s(self, entry: Entry) -> float | None:
+        """Seconds before the first step, for the first delta only."""
+        first = entry.request.first_scheduled_time_s
+        if entry.has_reported or first is None:
+            return None
+        entry.has_reported = True
+        return max(0.0, first - entry.request.spec.arrival_time_s)
 
     # ---- planning
 
     def schedule(self) -> StepPlan | None:
-        """See ``Scheduler``."""
-        draft = _Draft(tokens_left=self.context.max_num_batched_tokens)
+        """See ``Scheduler``. A plan without tokens lets a KV connector report while nothing else runs."""
+        draft = PlanDraft(tokens_left=self.context.max_num_batched_tokens)
         self._schedule_running(draft)
-        if not draft.preempted:
+        if not draft.has_preempted:
             self._schedule_waiting(draft)
-        if not draft.counts:
+        if not draft.counts and (self._flights or not self._transfers.is_busy):
             return None
+        # A preempted request that comes back in this plan is both gone and new: the runner frees rows first.
+        gone, self._gone = self._gone, []
         plan = StepPlan(
-            step_id=self._take_step_id(),
+            step_id=self._next_step,
             new_requests=draft.new,
-            running_requests=draft.running,
+            running_requests=list(draft.running.values()),
             num_scheduled_tokens=draft.counts,
             draft_token_ids=draft.drafts,
-            finished_request_ids=self._take_gone(),
+            finished_request_ids=gone,
+            kv_transfer=self._transfers.message(draft.counts),
         )
-        flight = _Flight(plan)
-        for request_id, count in draft.counts.items():
-            request = self._requests[request_id]
-            known = request.num_known_tokens + request.num_pending_tokens + len(draft.drafts.get(request_id, ()))
-            request.num_computed_tokens += count
-            samples = request.num_computed_tokens >= known
-            flight.rows[request_id] = (self._epochs[request_id], request.num_computed_tokens, samples)
-            if samples:
-                request.num_pending_tokens += 1
-        self._flights.append(flight)
+        self._next_step += 1
         self._counters.steps += 1
+        self._flights.append(Flight(plan, self._depart(draft)))
         return plan
 
-    def _take_gone(self) -> list[str]:
-        # A preempted request that comes back in this very plan is announced anew and must not be freed after that;
-        # the runner frees rows before it makes new ones.
-        gone, self._gone = self._gone, []
-        return gone
+    def _depart(self, draft: PlanDraft) -> list[FlightRow]:
+        """Count the tokens of a plan as computed, and those that it samples as pending."""
+        rows = []
+        for request_id, count in draft.counts.items():
+            entry = self._entries[request_id]
+            request = entry.request
+            start = request.num_computed_tokens
+            request.num_computed_tokens = end = start + count
+            known = request.num_known_tokens + request.num_pending_tokens
+            if request_id in draft.drafts:
+                entry.is_verifying = True
+            samples = end >= known
+            if samples:
+                request.num_pending_tokens += 1
+            rows.append(FlightRow(entry, entry.epoch, start, count, samples))
+        return rows
 
-    def _take_step_id(self) -> int:
-        step_id, self._next_step = self._next_step, self._next_step + 1
-        return step_id
-
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, draft: PlanDraft) -> None:
         index = 0
         while index < len(self._running) and draft.tokens_left > 0:
-            request = self._running[index]
-            count = self._tokens_wanted(request, draft.tokens_left, is_alone=len(self._requests) == 1)
+            entry = self._running[index]
+            request = entry.request
+            count = self._tokens_wanted(entry, draft.tokens_left)
             if count == 0:
                 index += 1
                 continue
-            blocks = self._allocate_or_preempt(request, count, draft)
-            if blocks is None:
-                break
-            draft.running.append(
-                RunningRequest(
-                    request_id=request.request_id,
-                    num_computed_tokens=request.num_computed_tokens,
-                    new_block_ids=blocks,
-                )
-            )
-            self._count(draft, request, count)
-            # A victim that stood before this request shifts the list.
-            index = self._running.index(request) + 1
-
-    def _tokens_wanted(self, request: Request, tokens_left: int, *, is_alone: bool) -> int:
-        """Tokens of this step for one running request; 0 if it waits for a result that surely ends it."""
-        known = request.num_known_tokens + request.num_pending_tokens
-        if request.num_pending_tokens:
-            output = request.num_output_tokens + request.num_pending_tokens
-            if output >= request.spec.max_tokens or known >= self.context.max_model_len:
-                return 0
-        count = known + len(request.draft_token_ids) - request.num_computed_tokens
-        threshold = self.context.long_prefill_token_threshold
-        if threshold and count > threshold and not is_alone:
-            count = threshold
-        return max(0, min(count, tokens_left))
-
-    def _allocate_or_preempt(self, request: Request, count: int, draft: _Draft) -> list[list[int]] | None:
-        """Blocks for a running request; None if it had to be preempted itself."""
-        while True:
             blocks = self._kv.allocate(request, count)
-            if blocks is not None:
-                return blocks
-            victim = self._victim()
-            self._preempt(victim, draft)
-            if victim is request:
-                return None
+            if blocks is None:
+                # Whoever makes room may stand before this request, or be it; then try again at what is its place now.
+                index -= self._preempt(self._victim(), draft) < index
+                continue
+            draft.running[request.request_id] = RunningRequest(
+                request_id=request.request_id, num_computed_tokens=request.num_computed_tokens, new_block_ids=blocks
+            )
+            draft.count(request, count)
+            index += 1
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
+    def _tokens_wanted(self, entry: Entry, tokens_left: int) -> int:
+        """Tokens of this step for one running request; 0 if it waits for a result that ends it or says how long it is."""
+        request = entry.request
+        if entry.is_verifying:
+            return 0
+        known = request.num_known_tokens + request.num_pending_tokens
+        output = known - request.num_prompt_tokens
+        num_left = min(request.spec.max_tokens - output, self._max_len - known)
+        if num_left <= 0:
+            return 0
+        if len(request.draft_token_ids) >= num_left:
+            # The last token of a request is sampled, not accepted, so that no draft lies past the limits.
+            del request.draft_token_ids[num_left - 1 :]
+        count = known + len(request.draft_token_ids) - request.num_computed_tokens
+        return min(self._capped(count), tokens_left)
+
+    def _capped(self, count: int) -> int:
+        """At most ``long_prefill_token_threshold`` tokens, unless a request is alone."""
+        threshold = self.context.long_prefill_token_threshold
+        if threshold and count > threshold and self.context.is_chunked_prefill and len(self._entries) > 1:
+            return threshold
+        return count
+
+    def _preempt(self, index: int, draft: PlanDraft) -> int:
         """Give a running request's blocks back and queue it again; takes it out of the plan being made."""
-        self._running.remove(request)
+        entry = self._running.pop(index)
+        draft.has_preempted = True
+        draft.drop(entry.request.request_id)
+        entry.request.num_preemptions += 1
+        self._counters.preemptions += 1
+        self._start_over(entry)
+        return index
+
+    def _start_over(self, entry: Entry) -> None:
+        """Put a request that is in no queue back, with nothing computed."""
+        request = entry.request
         self._kv.release(request)
-        self._forget(request)
-        draft.preempted = True
-        if (count := draft.counts.pop(request.request_id, 0)) > 0:
-            draft.tokens_left += count
-            draft.running = [row for row in draft.running if row.request_id != request.request_id]
-            draft.drafts.pop(request.request_id, None)
+        self._leave_row(entry)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_pending_tokens = 0
         request.draft_token_ids = []
-        request.num_preemptions += 1
-        self._epochs[request.request_id] += 1
-        self._counters.preemptions += 1
+        entry.num_loaded_tokens = 0
         self._waiting.put_back(request)
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
-        context = self.context
-        while len(self._waiting) and draft.tokens_left > 0 and len(self._running) < context.max_num_seqs:
+    # ---- admission
+
+    def _schedule_waiting(self, draft: PlanDraft) -> None:
+        passed_over = []
+        while len(self._waiting) and draft.tokens_left > 0 and len(self._running) < self.context.max_num_seqs:
             request = self._waiting.peek()
-            hit = None
-            if not request.spec.sampling.skip_reading_prefix_cache:
+            turn = self._admit(self._entries[request.request_id], draft)
+            if turn is _Turn.LATER:
+                self._waiting.remove(request)
+                passed_over.append(request)
+            elif turn is _Turn.BLOCKED and (self._running or not self._give_up_load(request)):
+                break
+        for request in reversed(passed_over):
+            self._waiting.put_back(request)
+
+    def _admit(self, entry: Entry, draft: PlanDraft) -> _Turn:
+        """Try to let the head of the queue run, or load."""
+        request = entry.request
+        hit, external = None, _LOCAL
+        if not entry.num_loaded_tokens:
+            if not entry.skips_caches:
                 hit = self._kv.find_hit(request)
-            num_hit = hit.num_tokens if hit else 0
-            count = request.num_known_tokens - num_hit
-            if context.long_prefill_token_threshold and len(self._requests) > 1:
-                count = min(count, context.long_prefill_token_threshold)
-            if count > draft.tokens_left:
-                if not context.is_chunked_prefill:
-                    return
-                count = draft.tokens_left
-            if not self._has_room(request, hit):
-                return
-            blocks = self._kv.allocate(request, count, hit=hit if num_hit else None)
-            if blocks is None:
-                return
-            self._waiting.pop()
-            self._admit(request, blocks, num_hit, draft)
-            self._count(draft, request, count)
+            external = self._transfers.find_hit(entry, hit.num_tokens if hit else 0, self._block_size)
+        if external.num_tokens is None:
+            return _Turn.LATER
+        start = request.num_computed_tokens + (hit.num_tokens if hit else 0) + external.num_tokens
+        is_loading = external.is_async and external.num_tokens > 0
+        count = 0 if is_loading else self._first_tokens(request, start, draft.tokens_left)
+        if not (count or is_loading) or not self._has_room(request, hit):
+            return _Turn.BLOCKED
+        blocks = self._kv.allocate(request, count, hit=hit, num_external_tokens=external.num_tokens)
+        if blocks is None:
+            return _Turn.BLOCKED
+        if external.num_tokens and not self._transfers.announce(entry, external.num_tokens):
+            self._kv.release(request)
+            return _Turn.LATER
+        self._waiting.remove(request)
+        if request.num_preemptions == 0 and request.num_output_tokens == 0:
+            request.num_cached_tokens = min(start, request.num_prompt_tokens)
+        if is_loading:
+            self._transfers.wait_for(entry, start)
+        else:
+            self._run(entry, draft, start, count)
+        return _Turn.TAKEN
+
+    def _first_tokens(self, request: Request, start: int, tokens_left: int) -> int:
+        """Tokens of a request's first step; 0 if it must wait for a step with more room."""
+        count = self._capped(request.num_known_tokens - start)
+        if count <= tokens_left or self.context.is_chunked_prefill:
+            return min(count, tokens_left)
+        # Without chunked prefill a request that was preempted may have outgrown every step: it alone is split.
+        return tokens_left if count > self.context.max_num_batched_tokens else 0
 
     def _has_room(self, request: Request, hit: CacheHit | None) -> bool:
-        """Whether the whole prompt fits now, so that a request is not admitted only to be preempted halfway."""
+        """Whether the whole request fits now, so that it is not admitted only to be preempted halfway.
+
+        An estimate: cached blocks of the hit count as free too if nobody holds them. What is admitted too early costs
+        a preemption, nothing else.
+        """
         if not self.context.reserve_full_prompt or not self._running:
             return True
-        groups = self.context.cache.groups
-        needed = blocks_for_one_request(groups, request.num_known_tokens, self.context.max_num_batched_tokens)
-        shared = sum(len(blocks) for blocks in hit.block_ids) if hit else 0
-        return needed - shared <= self._kv.num_free_blocks
+        needed = blocks_for_one_request(self._groups, request.num_known_tokens, unseen_tokens(self.context))
+        tables: Sequence[Sequence[int]] = hit.block_ids if hit else self._kv.block_ids(request.request_id)
+        covered = sum(1 for blocks in tables for block in blocks if block != NULL_BLOCK_ID)
+        return needed - covered <= self._kv.num_free_blocks
 
-    def _admit(self, request: Request, blocks: list[list[int]], num_hit: int, draft: _Draft) -> None:
-        request.num_computed_tokens = num_hit
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
+    def _give_up_load(self, head: Request) -> bool:
+        """Nothing runs and the head does not fit: take the blocks of a waiting request that has loaded, the last first."""
+        loaded = [item for item in self._waiting if self._entries[item.request_id].num_loaded_tokens]
+        if not loaded:
+            return False
+        victim = next((item for item in reversed(loaded) if item is not head), head)
+        self._waiting.remove(victim)
+        self._start_over(self._entries[victim.request_id])
+        return True
+
+    def _run(self, entry: Entry, draft: PlanDraft, start: int, count: int) -> None:
+        request, spec = entry.request, entry.request.spec
+        request.num_computed_tokens = start
         request.status = RequestStatus.RUNNING
+        entry.num_loaded_tokens = 0
+        entry.has_row = True
         if request.first_scheduled_time_s is None:
             request.first_scheduled_time_s = time.time()
             self._counters.prompt_tokens += request.num_prompt_tokens
-        self._running.append(request)
-        self._announced.add(request.request_id)
-        spec = request.spec
+        self._running.append(entry)
         draft.new.append(
             NewRequest(
                 request_id=request.request_id,
                 token_ids=list(request.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=num_hit,
-                block_ids=blocks,
+                num_computed_tokens=start,
+                block_ids=self._kv.block_ids(request.request_id),
                 sampling=spec.sampling,
                 seed=request.seed,
                 end_token_ids=[*spec.eos_token_ids, *spec.sampling.stop_token_ids],
@@ -352,93 +377,141 @@ class _TokenScheduler(Scheduler):
                 adapter=spec.adapter,
             )
         )
-
-    def _count(self, draft: _Draft, request: Request, count: int) -> None:
-        draft.counts[request.request_id] = count
-        draft.tokens_left -= count
-        known = request.num_known_tokens + request.num_pending_tokens
-        num_drafts = request.num_computed_tokens + count - known
-        if num_drafts > 0:
-            draft.drafts[request.request_id] = request.draft_token_ids[:num_drafts]
-        request.draft_token_ids = []
+        draft.count(request, count)
 
     # ---- results
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        """See ``Scheduler``."""
+        """See ``Scheduler``.
+
+        Raises:
+            ValueError: If the plan is not the oldest one under way; nothing has changed then.
+        """
+        if not self._flights or self._flights[0].plan.step_id != plan.step_id:
+            oldest = self._flights[0].plan.step_id if self._flights else "none"
+            raise ValueError(f"result of step {plan.step_id} given, but the oldest step under way is {oldest}")
         flight = self._flights.popleft()
-        if flight.plan is not plan and flight.plan.step_id != plan.step_id:
-            raise ValueError(f"result of step {plan.step_id} given, but step {flight.plan.step_id} is the oldest")
-        deltas = []
-        for request_id, (epoch, num_computed, samples) in flight.rows.items():
-            request = self._requests.get(request_id)
-            if request is None or self._epochs[request_id] != epoch:
+        deltas = [] if result.kv_transfer is None else self._take_transfer(flight, result.kv_transfer)
+        for row in flight.rows:
+            if row.is_stale:
                 continue
-            if request_id in result.failed:
-                deltas.append(self._end(request, FinishReason.ERROR, error=result.failed[request_id]))
-                continue
-            delta = self._update_one(request, plan, result, num_computed, samples)
-            if delta is not None:
+            error = result.failed.get(row.entry.request.request_id)
+            if error is not None:
+                deltas.append(self._end(row.entry, FinishReason.ERROR, error=error))
+            elif (delta := self._take_row(row, flight.plan, result)) is not None:
                 deltas.append(delta)
         return deltas
 
-    def _update_one(
-        self, request: Request, plan: StepPlan, result: StepResult, num_computed: int, samples: bool
-    ) -> RequestDelta | None:
+    def _take_transfer(self, flight: Flight, report: KVTransferResult) -> list[RequestDelta]:
+        """Requests whose load is over run next; those whose load failed end, or are computed here."""
+        failed = [
+            row.entry
+            for row in flight.rows
+            if not row.is_stale and any(report.failed_block_ids.get(row.entry.request.request_id, ()))
+        ]
+        for entry in self._transfers.take(report):
+            if entry.has_failed_load:
+                failed.append(entry)
+            else:
+                entry.request.status = RequestStatus.WAITING
+                entry.request.num_computed_tokens = entry.num_loaded_tokens
+                self._waiting.put_back(entry.request)
+        return [delta for entry in failed if (delta := self._fail_load(entry)) is not None]
+
+    def _fail_load(self, entry: Entry) -> RequestDelta | None:
+        entry.is_local_only = True
+        entry.request.num_cached_tokens = 0
+        if entry.request.status is RequestStatus.RUNNING:
+            self._running.remove(entry)
+        self._start_over(entry)
+        if self.context.kv_load_failure_policy == "recompute":
+            return None
+        return self._end(entry, FinishReason.ERROR, error=_LOAD_FAILED)
+
+    def _take_row(self, row: FlightRow, plan: StepPlan, result: StepResult) -> RequestDelta | None:
+        entry, request = row.entry, row.entry.request
         request_id = request.request_id
-        tokens = result.sampled_token_ids.get(request_id, []) if samples else []
-        if samples:
+        tokens: Sequence[int] = ()
+        num_computed = row.start + row.count
+        if row.samples:
             request.num_pending_tokens -= 1
-        drafts = plan.draft_token_ids.get(request_id, ())
-        if drafts:
-            rejected = len(drafts) + 1 - len(tokens)
-            self._counters.draft_tokens += len(drafts)
-            self._counters.accepted_tokens += len(tokens) - 1
-            num_computed -= rejected
-            request.num_computed_tokens -= rejected
-        reason: FinishReason | None = None
+            tokens = result.sampled_token_ids.get(request_id, ())
+            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
+            if not 1 <= len(tokens) <= num_drafts + 1:
+                error = f"the model runner gave {len(tokens)} tokens where 1 to {num_drafts + 1} were due"
+                return self._end(entry, FinishReason.ERROR, error=error)
+            if num_drafts:
+                num_computed -= self._rewind(entry, num_drafts, len(tokens) - 1)
+        accepted, reason = self._append(request, tokens)
+        self._kv.commit(request, min(num_computed, request.num_known_tokens))
+        # With a step under way the drafts would stand behind a token that is not known yet.
+        drafts = result.draft_token_ids.get(request_id) if not request.num_pending_tokens else None
+        request.draft_token_ids = list(drafts[: self.context.num_speculative_tokens]) if drafts else []
+        logprobs = result.logprobs.get(request_id)
+        if logprobs is not None:
+            logprobs = logprobs[: len(accepted)]
+        prompt_logprobs = self._fresh_prompt_logprobs(row, result.prompt_logprobs.get(request_id))
+        if reason is not None:
+            return self._end(entry, reason, tokens=accepted, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        if not accepted and not prompt_logprobs:
+            return None
+        return RequestDelta(
+            request_id=request_id,
+            new_token_ids=accepted,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+            queued_s=self._queued_s(entry),
+            num_preemptions=request.num_preemptions,
+        )
+
+    def _rewind(self, entry: Entry, num_drafts: int, num_accepted: int) -> int:
+        """Uncount the drafts that were not accepted; later tokens overwrite their KV. Returns how many."""
+        entry.is_verifying = False
+        self._counters.draft_tokens += num_drafts
+        self._counters.accepted_tokens += num_accepted
+        entry.request.num_computed_tokens -= num_drafts - num_accepted
+        return num_drafts - num_accepted
+
+    def _append(self, request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Make tokens known, up to the one that ends the request."""
         accepted: list[int] = []
+        reason = None
         for token_id in tokens:
             request.token_ids.append(token_id)
             accepted.append(token_id)
-            reason = check_stop(request, self.context.max_model_len)
+            reason = check_stop(request, self._max_len)
             if reason is not None:
                 break
         self._counters.generation_tokens += len(accepted)
-        self._kv.commit(request, min(num_computed, request.num_known_tokens))
-        request.draft_token_ids = list(result.draft_token_ids.get(request_id, ()))
-        prompt_logprobs = result.prompt_logprobs.get(request_id)
-        if not accepted and prompt_logprobs is None and reason is None:
+        return accepted, reason
+
+    @staticmethod
+    def _fresh_prompt_logprobs(row: FlightRow, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+        """Entries of positions that were not reported before a preemption; entry i is of position start + 1 + i."""
+        if not logprobs:
             return None
-        logprobs = result.logprobs.get(request_id)
-        base = self._delta(request)
-        delta = RequestDelta(
-            request_id=request_id,
-            new_token_ids=accepted,
-            logprobs=logprobs[: len(accepted)] if logprobs else None,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=base.num_cached_tokens,
-            queued_s=base.queued_s,
-            num_preemptions=base.num_preemptions,
-        )
-        return delta if reason is None else self._end(request, reason, delta=delta)
+        entry = row.entry
+        fresh = logprobs[max(0, entry.num_prompt_logprobs - row.start) :]
+        entry.num_prompt_logprobs = max(entry.num_prompt_logprobs, row.start + len(logprobs))
+        return fresh or None
 
     # ---- state
 
     def has_work(self) -> bool:
-        """See ``Scheduler``."""
-        return bool(self._requests)
+        """See ``Scheduler``. True as well while a KV connector uses blocks of requests that have ended."""
+        return bool(self._entries) or self._transfers.is_busy
 
     def request_ids(self) -> list[str]:
         """See ``Scheduler``."""
-        return list(self._requests)
+        return list(self._entries)
 
     def stats(self) -> SchedulerStats:
         """See ``Scheduler``."""
         counters = self._counters
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + self._transfers.num_loading,
             kv_usage=self._kv.usage,
             prefix_queries=getattr(self._kv, "num_queries", 0),
             prefix_hits=getattr(self._kv, "num_hits", 0),
@@ -453,18 +526,38 @@ class _TokenScheduler(Scheduler):
     def check_integrity(self) -> None:
         """See ``Scheduler``."""
         self._kv.check_integrity()
-        running = {request.request_id for request in self._running}
-        waiting = {request.request_id for request in self._waiting}
-        assert not running & waiting, f"both running and waiting: {running & waiting}"
-        assert running | waiting == set(self._requests), "a request is in no queue, or in one after its end"
-        assert len(running) == len(self._running) <= self.context.max_num_seqs, "too many running requests"
-        assert running == self._announced, "the runner's rows differ from the running requests"
-        for request in self._requests.values():
-            assert request.num_computed_tokens <= request.num_known_tokens + request.num_pending_tokens, (
-                request.request_id
-            )
-            if request.request_id in waiting:
-                assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
+        queues = [
+            [entry.request.request_id for entry in self._running],
+            [request.request_id for request in self._waiting],
+            sorted(self._transfers.loading_ids()),
+        ]
+        everyone = [request_id for queue in queues for request_id in queue]
+        assert len(everyone) == len(set(everyone)), "a request is queued twice"
+        assert set(everyone) == set(self._entries), "a request is in no queue, or in one after its end"
+        assert len(self._running) <= self.context.max_num_seqs, "too many running requests"
+        assert len(self._waiting) == len(queues[1]), "the queue's length is wrong"
+        for request_id, entry in self._entries.items():
+            self._check_entry(entry, is_running=request_id in queues[0])
+
+    def _check_entry(self, entry: Entry, *, is_running: bool) -> None:
+        request = entry.request
+        name = request.request_id
+        pending = sum(
+            row.samples for flight in self._flights for row in flight.rows if row.entry is entry and not row.is_stale
+        )
+        assert request.num_pending_tokens == pending, (
+            f"{name} counts {request.num_pending_tokens} pending tokens, not {pending}"
+        )
+        assert entry.has_row == is_running == (request.status is RequestStatus.RUNNING), f"{name} is {request.status}"
+        assert not request.is_finished, f"{name} has ended"
+        if is_running:
+            known = request.num_known_tokens + request.num_pending_tokens
+            assert entry.is_verifying or request.num_computed_tokens <= known, f"{name} is computed past its end"
+            return
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
+            assert request.num_computed_tokens == entry.num_loaded_tokens, f"{name} waits with computed tokens"
+        if not entry.num_loaded_tokens:
+            assert not any(self._kv.block_ids(name)), f"{name} waits with blocks"
 
 
 @register_scheduler("fcfs")
@@ -479,5 +572,6 @@ class PriorityScheduler(_TokenScheduler):
     def _make_queue(self) -> RequestQueue:
         return PriorityQueue()
 
-    def _victim(self) -> Request:
-        return max(self._running, key=priority_key)
+    def _victim(self) -> int:
+        running = self._running
+        return max(range(len(running)), key=lambda index: priority_key(running[index].request))

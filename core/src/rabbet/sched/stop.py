@@ -9,23 +9,29 @@ from rabbet.types.sampling import RepetitionDetection
 __all__ = ["check_stop"]
 
 
-def check_stop(request: Request, max_model_len: int) -> FinishReason | None:
-    """The reason to end after the last known token, or None. Sets ``stop_reason`` for stop ids.
+def check_stop(request: Request, max_len: int) -> FinishReason | None:
+    """The reason to end after the last known token, or None. Sets ``stop_reason`` for stop ids and repetition.
 
-    End tokens and stop ids cannot come before ``min_tokens``: the sampler masks them. Order: end token, stop id,
-    length, repetition.
+    Order: end token, stop id, length, repetition. Below ``min_tokens`` only length counts: the sampler masks the end
+    tokens there, and one that comes all the same (it was the only id allowed) is a token like any other.
+
+    Args:
+        request: With the new token as its last.
+        max_len: Most tokens that prompt and output may have together.
     """
     spec, sampling = request.spec, request.spec.sampling
     token_id = request.token_ids[-1]
-    if token_id in spec.eos_token_ids and not sampling.ignore_eos:
+    num_output = request.num_output_tokens
+    has_minimum = num_output >= sampling.min_tokens
+    if has_minimum and not sampling.ignore_eos and token_id in spec.eos_token_ids:
         return FinishReason.STOP
-    if token_id in sampling.stop_token_ids:
+    if has_minimum and token_id in sampling.stop_token_ids:
         request.stop_reason = token_id
         return FinishReason.STOP
-    if request.num_output_tokens >= spec.max_tokens or request.num_known_tokens >= max_model_len:
+    if num_output >= spec.max_tokens or request.num_known_tokens >= max_len:
         return FinishReason.LENGTH
     detection = sampling.repetition_detection
-    if detection is not None and request.num_output_tokens >= sampling.min_tokens and _repeats(request, detection):
+    if detection is not None and has_minimum and _repeats(request, detection):
         request.stop_reason = "repetition_detected"
         return FinishReason.REPETITION
     return None
