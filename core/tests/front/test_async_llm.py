@@ -242,5 +242,12 @@ def test_a_cancelled_start_leaves_no_process(model_dir: Path, options: dict[str,
         task.cancel()
         with pytest.raises((asyncio.CancelledError, EngineDeadError)):
             await task
+        children = Path("/proc/self/task").glob("*/children")
+        engines = [pid for path in children for pid in path.read_text().split() if "rabbet" in _command(pid)]
+        assert engines == []
 
     asyncio.run(main())
+
+
+def _command(pid: str) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()

@@ -51,6 +51,8 @@ class ThreadEngineClient(EngineClient):
                 if core is not None:
                     core.close()
             finally:
+                # Whoever keeps this client keeps no weights.
+                self._engine_loop = None
                 self._started.set()
 
     def _receive(self, timeout_s: float) -> list[ToEngine]:
@@ -69,12 +71,13 @@ class ThreadEngineClient(EngineClient):
     @property
     def stats(self) -> SchedulerStats | None:
         """See ``EngineClient``."""
-        return self._engine_loop.heartbeat().stats if self._engine_loop else None
+        loop = self._engine_loop
+        return loop.heartbeat().stats if loop else None
 
     def check_health(self) -> None:
         """See ``EngineClient``."""
-        if self._engine_loop is not None and self._thread is not None and self._thread.is_alive():
-            self._heartbeat = (time.monotonic(), self._engine_loop.heartbeat())
+        if (loop := self._engine_loop) is not None:
+            self._heartbeat = (time.monotonic(), loop.heartbeat())
         super().check_health()
 
     def shutdown(self, timeout_s: float = 0.0) -> None:
