@@ -30,7 +30,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("25.6k", 25600), ("2K", 2048), ("1m", 10**6), ("1M", 1 << 20), ("4g", 4 * 10**9), ("4G", 4 << 30), ("1T", 1 << 40), ("0.5t", 5 * 10**11), ("12", 12)],
+    [("25.6k", 25600), ("2K", 2048), ("1.5K", 1536), ("0.5G", 1 << 29), ("1m", 10**6), ("1M", 1 << 20), ("4g", 4 * 10**9), ("4G", 4 << 30), ("1T", 1 << 40), ("0.5t", 5 * 10**11), ("12", 12)],
 )  # fmt: skip
 def test_row_21_sizes_in_flags_and_in_nested_json(text: str, value: int) -> None:
     assert parse(f"--kv-cache-memory-bytes {text}")[0].cache.kv_cache_memory_bytes == value
@@ -39,9 +39,10 @@ def test_row_21_sizes_in_flags_and_in_nested_json(text: str, value: int) -> None
     assert engine_config_from_kwargs("m", kv_cache_memory_bytes=text).cache.kv_cache_memory_bytes == value
 
 
-def test_row_21_fractions_go_with_powers_of_1000_only() -> None:
-    with pytest.raises(ConfigError, match="fractions go with k m g t"):
-        parse("--max-model-len 1.5K")
+def test_row_21_what_a_fraction_leaves_over_is_dropped() -> None:
+    assert parse("--max-model-len 1.3K")[0].model.max_model_len == 1331
+    with pytest.raises(ConfigError, match="max-model-len is 0, but must be positive"):
+        parse("--max-model-len 0.0001k")
 
 
 def test_suffix_inside_a_json_string_is_text() -> None:

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rabbet.config.flags import ALIASES, SHORT, Flag, flags
+from rabbet.config.flags import ALIASES, SHORT, Flag, fields, flags
 from rabbet.errors import ConfigError
-from rabbet.registry.names import nearest
 
 __all__ = ["print_serve_help"]
 
@@ -22,8 +21,10 @@ Usage: rabbet serve MODEL [OPTIONS]
   rabbet serve ./model --max-model-len 32K --kv-cache-memory-bytes 4G
   rabbet serve ./model --attention-config.backend=NAME --speculative-config '{"method": "NAME"}'
 
-Sizes take k m g t (powers of 1000) and K M G T (powers of 1024). Flags win over environment variables, these over a
-YAML file (--config FILE), this over defaults. --help=WORD shows the options whose name or text has the word.
+Sizes take k m g t (powers of 1000) and K M G T (powers of 1024); fractions are allowed. A section is set as JSON
+(--cache-config '{"block_size": 16}') or by field (--cache-config.block_size=16); --x.y+ VALUE appends to a list;
+--plugin-config.NAME.key=VALUE sets an option of a plugin. Flags win over environment variables, these over a YAML
+file (--config FILE or RABBET_CONFIG), this over defaults. --help=WORD shows the options that have the word.
 """
 
 
@@ -40,6 +41,8 @@ def print_serve_help(word: str = "") -> None:
         if wanted in ("", "all") or wanted in text:
             groups.setdefault(flag.group, []).append(flag)
     if not groups:
+        from rabbet.registry.names import nearest
+
         close = nearest(word, flags())
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(f"no option has {word!r} in its name or text{hint}", field="help")
@@ -52,16 +55,11 @@ def print_serve_help(word: str = "") -> None:
 
 
 def _unique_flags() -> list[Flag]:
-    """Each field once, under its shortest spelling."""
-    best: dict[str, Flag] = {}
-    for flag in flags().values():
-        known = best.get(flag.path)
-        if known is None or (flag.name in ALIASES and known.name in ALIASES and len(flag.name) < len(known.name)):
-            best[flag.path] = flag
-    from rabbet.config.flags import _from_schema
-
-    for flag in _from_schema():
-        best.setdefault(flag.path, flag)
+    """Each field once: under its own name, or under the alias that stands for a dotted name."""
+    best = {flag.path: flag for flag in fields().values()}
+    for alias, path in ALIASES.items():
+        if "." in best[path].name:
+            best[path] = flags()[alias]
     return list(best.values())
 
 
@@ -75,9 +73,8 @@ def _table(members: list[Flag]) -> Table:
         if flag.name in shorts:
             name = f"{shorts[flag.name]}, {name}"
         detail = Text(flag.description)
-        facts = [f"default {_shown(flag.default)}", *([flag.environment] if "." not in flag.name else [])]
-        detail.append(f"  [{', '.join(facts)}]", style="dim")
-        table.add_row(name, detail)
+        detail.append(f"  [default {_shown(flag.default)}, {flag.environment}]", style="dim")
+        table.add_row(Text(name), detail)
     return table
 
 

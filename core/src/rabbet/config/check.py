@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
-from rabbet.config.schema import EngineConfig, ParallelConfig, ServerConfig
+from rabbet.config.schema import EngineConfig, ParallelConfig, ServerConfig, SpeculativeConfig
 from rabbet.errors import ConfigError
 
 __all__ = ["check_conflicts"]
-
-logger = logging.getLogger(__name__)
 
 
 def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
@@ -46,12 +42,18 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
             "--kv-transfer-config.kv_connector needs kv_role: kv_producer, kv_consumer or kv_both",
             field="kv_transfer.kv_role",
         )
-    speculative = engine.speculative
-    if speculative is not None and speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+    speculative, size = engine.speculative or SpeculativeConfig(), engine.parallel.tensor_parallel_size
+    if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
         raise ConfigError(
             f"prompt_lookup_min is {speculative.prompt_lookup_min}, more than prompt_lookup_max "
             f"{speculative.prompt_lookup_max}",
             field="speculative.prompt_lookup_min",
+        )
+    if speculative.draft_tensor_parallel_size not in (None, 1, size):
+        raise ConfigError(
+            f"draft_tensor_parallel_size is {speculative.draft_tensor_parallel_size}, but must be 1 or "
+            f"--tensor-parallel-size, which is {size}",
+            field="speculative.draft_tensor_parallel_size",
         )
 
 
@@ -70,6 +72,8 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         raise ConfigError(f"--device-ids names a device twice: {ids}", field="parallel.device_ids")
     if len({type(item) for item in ids}) > 1:
         raise ConfigError(f"--device-ids mixes numbers and UUIDs: {ids}; use one kind", field="parallel.device_ids")
+    if any((isinstance(item, int) and item < 0) or item == "" for item in ids):
+        raise ConfigError(f"--device-ids holds a number below 0 or an empty name: {ids}", field="parallel.device_ids")
     if len(ids) < parallel.tensor_parallel_size:
         raise ConfigError(
             f"--device-ids names {len(ids)} devices, but --tensor-parallel-size needs {parallel.tensor_parallel_size}",

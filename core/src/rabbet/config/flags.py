@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from rabbet._util.text import kinds_of
 from rabbet.config import schema
-from rabbet.config.values import kinds_of
 
-__all__ = ["ALIASES", "SHORT", "Flag", "Section", "flags", "sections"]
+__all__ = ["ALIASES", "SHORT", "Flag", "fields", "flags", "sections"]
 
 _NESTED_ONLY = ("attention", "speculative", "kv_transfer", "kv_events", "structured_outputs", "compilation", "plugins")
 """Sections whose fields have no flag of their own, only ``--NAME-config.field``."""
@@ -71,9 +71,14 @@ class Flag:
     group: str
 
     @property
+    def place(self) -> tuple[str, ...]:
+        """The path in parts."""
+        return tuple(self.path.split("."))
+
+    @property
     def environment(self) -> str:
-        """Name of the variable that sets it."""
-        return "RABBET_" + self.name.upper().replace("-", "_")
+        """Name of the variable that sets it: a dash is an underscore, a dot is two."""
+        return "RABBET_" + self.name.upper().replace("-", "_").replace(".", "__")
 
     @property
     def is_switch(self) -> bool:
@@ -81,41 +86,37 @@ class Flag:
         return bool in kinds_of(self.annotation)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """One section of the configuration: ``--NAME-config`` takes it as JSON."""
-
-    name: str
-    cls: type
-    title: str
-
-
 @cache
-def sections() -> dict[str, Section]:
-    """Sections by name, the server's included."""
-    found = {"server": Section(name="server", cls=schema.ServerConfig, title="Server")}
+def sections() -> dict[str, type]:
+    """The class of each section by its name, the server's included: ``--NAME-config`` takes one as JSON."""
+    found: dict[str, type] = {"server": schema.ServerConfig}
     for name, annotation in get_type_hints(schema.EngineConfig).items():
-        cls = next((kind for kind in kinds_of(annotation) if dataclasses.is_dataclass(kind)), None)
-        if isinstance(cls, type):
-            found[name] = Section(name=name, cls=cls, title=(cls.__doc__ or name).strip().rstrip("."))
+        for kind in kinds_of(annotation):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                found[name] = kind
     return found
 
 
 @cache
 def flags() -> dict[str, Flag]:
     """Every flag by name, aliases included."""
-    table = {flag.name: flag for flag in _from_schema()}
-    by_path = {flag.path: flag for flag in table.values()}
+    table = {flag.name: flag for flag in fields().values()}
     for alias, path in ALIASES.items():
-        table[alias] = dataclasses.replace(by_path[path], name=alias)
-    return {name: flag for name, flag in table.items() if "." not in name}
+        table[alias] = dataclasses.replace(fields()[tuple(path.split("."))], name=alias)
+    return table
+
+
+@cache
+def fields() -> dict[tuple[str, ...], Flag]:
+    """Every field of the schema by its place, each under its first name."""
+    return {flag.place: flag for flag in _from_schema()}
 
 
 def _from_schema() -> Iterator[Flag]:
-    for section in sections().values():
-        for flag in _fields(section.cls, section.name, section.title):
-            if section.name in _NESTED_ONLY:
-                flag = dataclasses.replace(flag, name=f"{section.name.replace('_', '-')}-config.{flag.name}")
+    for section, cls in sections().items():
+        for flag in _fields(cls, section, (cls.__doc__ or section).strip().rstrip(".")):
+            if section in _NESTED_ONLY:
+                flag = dataclasses.replace(flag, name=f"{section.replace('_', '-')}-config.{flag.name}")
             yield flag
     for flag in _fields(schema.EngineConfig, "", "Everything else"):
         if flag.path not in sections():
@@ -125,7 +126,7 @@ def _from_schema() -> Iterator[Flag]:
 def _fields(cls: type, section: str, title: str) -> Iterator[Flag]:
     hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        default = field.default
+        default: Any = field.default
         description = getattr(default, "description", None) or ""
         if hasattr(default, "get_default"):
             default = default.get_default(call_default_factory=True)

@@ -1,58 +1,36 @@
 """Puts the configuration together: flags over environment over a YAML file over defaults.
 
-The only module that reads environment variables.
+The only module that reads environment variables. A name is spelt with dashes or underscores; a dot leads into a
+section or into a mapping. In a variable, a dash is one underscore and a dot is two:
+``--attention-config.flash_attn_version`` is ``RABBET_ATTENTION_CONFIG__FLASH_ATTN_VERSION``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from rabbet._util.text import json_with_sizes, kinds_of, parse_text, scalar
 from rabbet.config.check import check_conflicts
-from rabbet.config.flags import SHORT, Flag, flags, sections
-from rabbet.config.removed import NO_EFFECT, REMOVED, REMOVED_VALUES
+from rabbet.config.flags import SHORT, Flag, fields, flags, sections
+from rabbet.config.removed import NO_EFFECT, NOT_YET, REMOVED, REMOVED_VALUES
 from rabbet.config.schema import EngineConfig, ServerConfig
-from rabbet.config.values import json_with_sizes, parse_text
+from rabbet.config.source import Place, Setting, Source, merge, nest
 from rabbet.errors import ConfigError, RemovedOptionError, shorten
-from rabbet.registry.names import nearest
 
-__all__ = ["engine_config_from_kwargs", "environment_flag", "parse_configs"]
+__all__ = ["engine_config_from_kwargs", "is_debug", "parse_configs"]
 
 logger = logging.getLogger(__name__)
 _PREFIX = "RABBET_"
-_NOT_OPTIONS = ("RABBET_CHECK_PLUGINS", "RABBET_VENV")
-
-
-@dataclass(slots=True)
-class _Source:
-    """Values of one source: path to value, and the spelling that set it."""
-
-    title: str
-    values: dict[str, Any] = field(default_factory=dict)
-    spellings: dict[str, str] = field(default_factory=dict)
-
-    def set(self, path: str, value: Any, spelling: str, *, append: bool = False) -> None:
-        """Set one field. Two spellings of one field are a contradiction; lists collect."""
-        known = self.spellings.get(path)
-        if known is not None and known != spelling:
-            raise ConfigError(f"{known} and {spelling} set the same option; keep one of them", field=path)
-        if known is not None and isinstance(value, list) and isinstance(self.values[path], list):
-            value = [*self.values[path], *value]
-        elif known is not None and isinstance(value, dict) and isinstance(self.values[path], dict):
-            value = {**self.values[path], **value}
-        elif known is not None:
-            logger.warning("%s is given more than once; the last value counts", spelling)
-        if append and not isinstance(value, list):
-            value = [value]
-        self.values[path] = value
-        self.spellings[path] = spelling
+_NOT_OPTIONS = {"RABBET_CHECK_PLUGINS", "RABBET_TEST_VENV", "RABBET_VENV"}
+_TRUE = ("1", "true", "yes", "on")
 
 
 def parse_configs(
@@ -67,272 +45,261 @@ def parse_configs(
     Raises:
         ConfigError: For the first thing that is wrong, with what to do.
     """
+    variables = os.environ if environment is None else environment
     from_flags, file = _from_flags(arguments)
-    sources = [from_flags, _from_environment(os.environ if environment is None else environment)]
-    if file is not None:
+    sources = [from_flags, _from_environment(variables)]
+    if file := file or variables.get("RABBET_CONFIG"):
         sources.append(_from_file(Path(file)))
-    merged: dict[str, Any] = {}
-    for source in reversed(sources):
-        merged |= source.values
-    return _build(merged)
+    return _build(merge(sources))
 
 
 def engine_config_from_kwargs(model: str, **options: Any) -> EngineConfig:
-    """The configuration for keyword arguments: flat names, or ``NAME_config={...}`` for sections.
+    """The configuration for keyword arguments, over the environment: flat names, or ``NAME_config={...}`` for sections.
 
     Raises:
         ConfigError: As ``parse_configs``.
     """
-    source = _Source("arguments")
-    source.set("model.model", model, "model")
+    source = Source()
+    source.set(("model", "model"), model, "model")
     for key, value in options.items():
-        _set_keyword(source, key, value)
-    engine, _ = _build(source.values)
-    return engine
+        _assign(source, key, value, key)
+    if (server := next((place for place in source.settings if place[0] == "server"), None)) is not None:
+        raise ConfigError(f"{server[1]} is an option of the server; leave it out", field=".".join(server))
+    return _build(merge([source, _from_environment(os.environ)]))[0]
 
 
-def environment_flag(name: str, default: bool = False) -> bool:
-    """Whether a variable outside the schema (``RABBET_CHECK_PLUGINS``, ``HF_HUB_OFFLINE``) is switched on."""
-    value = os.environ.get(name)
-    return default if value is None else value.strip().casefold() in ("1", "true", "yes", "on")
+def is_debug(arguments: Sequence[str]) -> bool:
+    """Whether errors show where they come from; works on a command line that is wrong otherwise."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    pairs = pairwise(words)
+    wanted = [value for name, value in pairs if name.replace("_", "-") == "--log-level"]
+    return (wanted or [os.environ.get("RABBET_LOG_LEVEL", "")])[-1].casefold() == "debug"
 
 
-def _set_keyword(source: _Source, key: str, value: Any) -> None:
-    name = key.replace("_", "-")
-    _refuse_removed(name, key)
-    flag = flags().get(name)
-    if flag is not None:
-        if isinstance(value, str) and not flag.path.startswith("model.model"):
-            value = parse_text(value, flag.annotation, field=key)
-        source.set(flag.path, value, key)
-    elif (section := _section_of(name)) is not None and isinstance(value, Mapping):
-        for inner, item in value.items():
-            _set_in_section(source, section, inner, item, f"{key}[{inner!r}]")
-    else:
-        raise _unknown(name, key)
+def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: bool = False) -> None:
+    """Set what ``name`` means: a field, a key inside a mapping, or each field of a section.
 
-
-def _section_of(name: str) -> str | None:
-    """The section that ``NAME-config`` means, or the open mapping of that name."""
-    if name in ("plugin-config", "additional-config"):
-        return name.replace("-", "_")
-    bare = name.removesuffix("-config").replace("-", "_")
-    return bare if name.endswith("-config") and bare in sections() else None
-
-
-def _set_in_section(source: _Source, section: str, key: str, value: Any, spelling: str) -> None:
-    """Set ``section.key`` from a JSON object, a dotted flag or a keyword."""
-    if section in ("plugin_config", "additional_config"):
-        source.values.setdefault(section, {})
-        _merge(source.values[section], key.split("."), value)
+    Args:
+        source: Where it goes.
+        name: A flag's name without dashes in front; dashes and underscores are the same.
+        value: Text is parsed for the field's type; anything else is taken as it is.
+        spelling: What the user wrote, for messages.
+        is_append: The value is one more item of a list.
+    """
+    normal = name.replace("_", "-")
+    if normal in NO_EFFECT:
+        logger.warning("%s has no effect: %s", spelling, NO_EFFECT[normal])
         return
-    path = f"{section}.{key.replace('-', '_')}"
-    known = {flag.path: flag for flag in _all_flags()}
-    flag = known.get(path)
-    if flag is None and "." in key:
-        head, _, rest = key.partition(".")
-        flag = known.get(f"{section}.{head.replace('-', '_')}")
-        if flag is not None:
-            source.set(flag.path, {rest: value}, spelling)
-            return
+    place, flag = _find(name, spelling)
     if flag is None:
-        names = [item.path.partition(".")[2] for item in known.values() if item.path.startswith(f"{section}.")]
-        raise ConfigError(f"{spelling}: {section} has no option {key!r}{_did_you_mean(key, names)}", field=path)
+        _assign_section(source, name, value, spelling)
+        return
+    if (instead := REMOVED_VALUES.get((flag.name, str(value)))) is not None:
+        raise RemovedOptionError(f"{spelling} {value} is gone: {instead}", field=flag.path)
     if isinstance(value, str):
-        value = parse_text(value, flag.annotation, field=spelling)
-    source.set(path, value, spelling)
+        is_inner = len(place) > len(flag.place)
+        value = scalar(value, field=spelling) if is_inner else parse_text(value, flag.annotation, field=spelling)
+    if is_append and not isinstance(value, list):
+        if len(place) == len(flag.place):
+            raise ConfigError(f"{spelling}: {flag.path} is no list, so nothing can be appended", field=flag.path)
+        value = [value]
+    source.set(place, value, spelling, is_append=is_append)
 
 
-def _all_flags() -> Iterable[Flag]:
-    from rabbet.config.flags import _from_schema
-
-    return _from_schema()
-
-
-def _merge(target: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    for key in keys[:-1]:
-        target = target.setdefault(key, {})
-    if isinstance(value, Mapping) and isinstance(target.get(keys[-1]), dict):
-        target[keys[-1]].update(value)
-    else:
-        target[keys[-1]] = value
+def _assign_section(source: Source, name: str, value: Any, spelling: str) -> None:
+    document = json_with_sizes(value, field=spelling) if isinstance(value, str) else value
+    if document is None:
+        return
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{spelling} must be a JSON object, not {shorten(value)}", field=_section(name))
+    for key, item in document.items():
+        _assign(source, f"{name}.{key}", item, spelling)
 
 
-def _from_flags(arguments: Sequence[str]) -> tuple[_Source, str | None]:
-    source = _Source("flags")
-    file: str | None = None
-    position = 0
-    while position < len(arguments):
-        token = arguments[position]
-        position += 1
-        if not token.startswith("-") or token == "-":
-            source.set("model.model", token, "MODEL")
-            continue
-        name, equals, value = token.partition("=")
-        name, value, equals = _long(name, value, equals)
-        rest = arguments[position] if position < len(arguments) else None
-        if name == "config":
-            file, position = (value, position) if equals else (_needs_value(name, rest), position + 1)
-            continue
-        position += _one_flag(source, name, value if equals else None, rest)
-    return source, file
-
-
-def _long(name: str, value: str, equals: str) -> tuple[str, str, str]:
-    """The long form of a flag, without dashes; ``-O3`` and ``-tp2`` carry their value."""
-    if name.startswith("--"):
-        head, dot, tail = name[2:].partition(".")
-        return head.replace("_", "-") + dot + tail, value, equals
-    if name in SHORT:
-        return SHORT[name], value, equals
-    for short, long in SHORT.items():
-        if name.startswith(short) and name[len(short) :].isdigit():
-            return long, name[len(short) :], "="
-    raise ConfigError(f"there is no option {name}{_did_you_mean(name, SHORT)}")
-
-
-def _one_flag(source: _Source, name: str, value: str | None, rest: str | None) -> int:
-    """Set one flag; returns how many further arguments it took."""
-    spelling = f"--{name}"
-    head = name.partition(".")[0]
-    _refuse_removed(head, spelling)
-    if name in NO_EFFECT:
-        logger.warning("%s has no effect: %s", spelling, NO_EFFECT[name])
-        return int(value is None and rest is not None and not rest.startswith("-"))
-    if name.removeprefix("no-") in NO_EFFECT:
-        logger.warning("%s has no effect: %s", spelling, NO_EFFECT[name.removeprefix("no-")])
-        return 0
-    table = flags()
-    flag = table.get(name)
-    if flag is not None and flag.is_switch:
-        if value is None and rest is not None and rest.casefold() in ("true", "false"):
-            source.set(flag.path, rest.casefold() == "true", spelling)
-            return 1
-        source.set(flag.path, True if value is None else parse_text(value, flag.annotation, field=spelling), spelling)
-        return 0
-    negated = table.get(name.removeprefix("no-")) if name.startswith("no-") else None
-    if negated is not None and negated.is_switch and value is None:
-        source.set(negated.path, False, f"--{negated.name}")
-        return 0
-    if flag is None and _section_of(head.removesuffix("+")) is None:
-        raise _unknown(head, spelling)
-    taken = int(value is None)
-    text = value if value is not None else _needs_value(name, rest)
-    if flag is not None:
-        if (gone := REMOVED_VALUES.get((name, text))) is not None:
-            raise RemovedOptionError(f"{spelling} {text} is gone: {gone}", field=flag.path)
-        source.set(flag.path, parse_text(text, flag.annotation, field=spelling), spelling)
-        return taken
-    _section_flag(source, name, text)
-    return taken
-
-
-def _section_flag(source: _Source, name: str, text: str) -> None:
-    """``--NAME-config JSON``, ``--NAME-config.key value`` or ``--NAME-config.key+ value``."""
-    head, dot, key = name.partition(".")
-    section = _section_of(head)
-    assert section is not None
-    spelling = f"--{name}"
-    if not dot:
-        document = json_with_sizes(text, field=spelling)
-        if not isinstance(document, dict):
-            raise ConfigError(f"{spelling} must be a JSON object, not {shorten(text)}", field=section)
-        for inner, value in document.items():
-            _set_in_section(source, section, inner, value, spelling)
-    elif key.endswith("+"):
-        _set_in_section(source, section, key[:-1], [_scalar(text, spelling)], spelling)
-    else:
-        is_open = section in ("plugin_config", "additional_config")
-        _set_in_section(source, section, key, _scalar(text, spelling) if is_open else text, spelling)
-
-
-def _scalar(text: str, spelling: str) -> Any:
-    """A JSON value where the text is one, the text itself otherwise."""
-    try:
-        return json_with_sizes(text, field=spelling)
-    except ConfigError:
-        return text
-
-
-def _needs_value(name: str, rest: str | None) -> str:
-    if rest is None or (rest.startswith("--") and len(rest) > 2):
-        raise ConfigError(f"--{name} needs a value", field=name)
-    return rest
-
-
-def _from_environment(environment: Mapping[str, str]) -> _Source:
-    source = _Source("environment")
-    by_variable = {flag.environment: flag for flag in flags().values()}
-    for variable, text in environment.items():
-        if variable == "HF_HUB_OFFLINE" and text.strip().casefold() in ("1", "true", "yes", "on"):
-            source.set("load.is_offline", True, variable)
-        if not variable.startswith(_PREFIX) or variable in _NOT_OPTIONS:
-            continue
-        flag = by_variable.get(variable)
+def _find(name: str, spelling: str) -> tuple[Place, Flag | None]:
+    """The place that a name means, and its field; no field if it means a section."""
+    normal = name.replace("_", "-")
+    _refuse_removed(normal, spelling)
+    if (flag := flags().get(normal)) is not None:
+        return flag.place, flag
+    section = _section(normal)
+    if section is not None:
+        return (section,), None
+    head, *keys = name.split(".")
+    section = _section(head)
+    if section is not None:
+        field, *keys = keys
+        flag = fields().get((section, field.replace("-", "_")))
         if flag is None:
-            # A container may carry variables of other tools under this prefix, so this is no error.
-            logger.warning("%s is no option of Rabbet%s", variable, _did_you_mean(variable, by_variable))
-            continue
-        source.set(flag.path, parse_text(text, flag.annotation, field=variable), variable)
-    return source
+            names = [place[1] for place in fields() if place[0] == section and len(place) == 2]
+            raise ConfigError(
+                f"{spelling}: {section} has no option {field!r}{_did_you_mean(field, names)}",
+                field=f"{section}.{field}",
+            )
+    else:
+        flag = flags().get(head.replace("_", "-"))
+    if flag is None or not all(keys) or (keys and dict not in kinds_of(flag.annotation)):
+        known = [*flags(), *(f"{known.replace('_', '-')}-config" for known in sections()), "config"]
+        raise ConfigError(f"there is no option {spelling}{_did_you_mean(normal, known)}; see rabbet serve --help")
+    return (*flag.place, *keys), flag
 
 
-def _from_file(path: Path) -> _Source:
-    source = _Source(str(path))
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}", field="config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is no valid YAML: {error}", field="config") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"--config {path} must hold a mapping of options", field="config")
-    for key, value in document.items():
-        _set_keyword(source, str(key).replace("-", "_"), value)
-    return source
+def _section(name: str) -> str | None:
+    """The section that ``NAME-config`` means."""
+    bare = name.replace("-", "_")
+    section = bare.removesuffix("_config")
+    return section if section != bare and section in sections() else None
 
 
 def _refuse_removed(name: str, spelling: str) -> None:
-    instead = REMOVED.get(name)
-    if instead is not None:
-        raise RemovedOptionError(f"{spelling} is gone: {instead}", field=name)
-
-
-def _unknown(name: str, spelling: str) -> ConfigError:
-    known = [*flags(), *(f"{section.replace('_', '-')}-config" for section in sections())]
-    return ConfigError(
-        f"there is no option {spelling}{_did_you_mean(name, known)}; see rabbet serve --help", field=name
-    )
+    for known in (name, name.partition(".")[0]):
+        if (instead := REMOVED.get(known)) is not None:
+            raise RemovedOptionError(f"{spelling} is gone: {instead}", field=known)
+        if known in NOT_YET:
+            raise ConfigError(f"{spelling} is not possible in this release; leave it out", field=known)
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    # Here, because the registry costs 50 ms that nobody needs who makes no mistake.
+    from rabbet.registry.names import nearest
+
     close = nearest(name, known)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    nested: dict[str, Any] = {}
-    server: dict[str, Any] = {}
-    for path, value in values.items():
-        section, dot, name = path.partition(".")
-        if section == "server":
-            server[name] = value
-        elif dot:
-            nested.setdefault(section, {})[name] = value
+def _from_flags(arguments: Sequence[str]) -> tuple[Source, str | None]:
+    """The values of a command line, and the file that ``--config`` names."""
+    source = Source()
+    file: str | None = None
+    rest = list(arguments)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("-") or token == "-":
+            if ("model", "model") in source.settings:
+                raise ConfigError(f"{token!r} stands alone; a list is written with commas, a value behind its flag")
+            source.set(("model", "model"), token, "MODEL")
+            continue
+        name, equals, value = token.partition("=")
+        name, attached = _long(name)
+        given = value if equals else attached
+        if name == "config":
+            if file is not None:
+                raise ConfigError("--config is given twice; one file is read", field="config")
+            file = _value(name, given, rest)
         else:
-            nested[section] = value
+            _one_flag(source, name, given, rest)
+    return source, file
+
+
+def _long(name: str) -> tuple[str, str | None]:
+    """The long form of a flag without dashes; ``-O3`` and ``-tp2`` carry their value."""
+    if name.startswith("--"):
+        head, dot, tail = name[2:].partition(".")
+        return head.replace("_", "-") + dot + tail, None
+    head, dot, tail = name.partition(".")
+    if head in SHORT:
+        return SHORT[head] + dot + tail, None
+    for short, long in SHORT.items():
+        if name.startswith(short) and name[len(short) :].isdigit():
+            return long, name[len(short) :]
+    raise ConfigError(f"there is no option {name}{_did_you_mean(name, SHORT)}")
+
+
+def _one_flag(source: Source, name: str, given: str | None, rest: list[str]) -> None:
+    """Set one flag; takes its value from ``rest`` where it is not ``given``."""
+    spelling = f"--{name}"
+    positive = name.removeprefix("no-")
+    if positive in NO_EFFECT:
+        if given is None and positive == "mamba-cache-mode":
+            _value(name, None, rest)
+        _assign(source, positive, given, spelling)
+        return
+    flag, negated = flags().get(name.replace("_", "-")), flags().get(positive.replace("_", "-"))
+    if flag is not None and flag.is_switch and given is None:
+        given = rest.pop(0) if rest and rest[0].casefold() in ("true", "false") else "true"
+    elif flag is None and name != positive and negated is not None and negated.is_switch:
+        if given is not None:
+            raise ConfigError(f"{spelling} takes no value; write --{positive}={given}", field=negated.path)
+        name, given, spelling = positive, "false", f"--{positive}"
+    else:
+        # An unknown option is that, whatever stands behind it.
+        _find(name.removesuffix("+"), spelling)
+    _assign(source, name.removesuffix("+"), _value(name, given, rest), spelling, is_append=name.endswith("+"))
+
+
+def _value(name: str, given: str | None, rest: list[str]) -> str:
+    if given is not None:
+        return given
+    if not rest or (rest[0].startswith("--") and len(rest[0]) > 2):
+        raise ConfigError(f"--{name} needs a value", field=name)
+    return rest.pop(0)
+
+
+def _from_environment(environment: Mapping[str, str]) -> Source:
+    source = Source()
+    for variable, text in environment.items():
+        if not variable.startswith(_PREFIX) or variable in _NOT_OPTIONS | {"RABBET_CONFIG"}:
+            continue
+        if variable.startswith("RABBET_QUICKSTART_") or text.startswith("tcp://"):
+            # Kubernetes gives each pod RABBET_PORT=tcp://... if a service is called rabbet.
+            continue
+        name = variable.removeprefix(_PREFIX).casefold().replace("__", ".").replace("_", "-")
+        try:
+            _find(name, variable)
+        except ConfigError as error:
+            # A container may carry variables of other tools under this prefix, so this alone stops nothing.
+            logger.warning("%s", error)
+            continue
+        _assign(source, name, text, variable)
+    is_set = ("load", "is_offline") in source.settings
+    if not is_set and environment.get("HF_HUB_OFFLINE", "").strip().casefold() in _TRUE:
+        source.set(("load", "is_offline"), True, "HF_HUB_OFFLINE")
+    return source
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """The mapping."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _from_file(path: Path) -> Source:
+    source = Source()
     try:
-        engine, http = EngineConfig(**nested), ServerConfig(**server)
+        document = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}", field="config") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path} is no valid YAML: {error}", field="config") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"--config {path} must hold a mapping of options", field="config")
+    for key, value in document.items():
+        _assign(source, str(key), value, f"{path.name}: {key}")
+    return source
+
+
+def _build(settings: Mapping[Place, Setting]) -> tuple[EngineConfig, ServerConfig]:
+    tree = nest(settings)
+    server = tree.pop("server", {})
+    try:
+        engine, http = EngineConfig(**tree), ServerConfig(**server)
     except ValidationError as error:
-        raise _first_problem(error) from None
+        raise _first_problem(error, settings) from None
     check_conflicts(engine, http)
     return engine, http
 
 
-def _first_problem(error: ValidationError) -> ConfigError:
+def _first_problem(error: ValidationError, settings: Mapping[Place, Setting]) -> ConfigError:
     problem = error.errors()[0]
-    place = [
-        str(item) for item in problem["loc"] if not str(item).startswith(("literal[", "constrained-", "function-"))
-    ]
-    path = ".".join(item for item in place if item not in ("int", "str", "float", "bool", "none"))
-    return ConfigError(f"{path} is {shorten(problem.get('input'))}: {problem['msg'].lower()}", field=path)
+    place = tuple(str(item) for item in problem["loc"])
+    if error.title == ServerConfig.__name__:
+        place = ("server", *place)
+    known = max((item for item in settings if item == place[: len(item)]), key=len, default=place[:2])
+    spelling = f"{settings[known].spelling}: " if known in settings else ""
+    path = ".".join(known)
+    return ConfigError(f"{spelling}{path} is {shorten(problem.get('input'))}: {problem['msg'].lower()}", field=path)

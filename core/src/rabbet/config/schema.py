@@ -36,6 +36,7 @@ _FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=False, validate_def
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -43,8 +44,8 @@ def _option(default: Any, description: str) -> Any:
     return Field(default=default, description=description)
 
 
-def _listed(description: str) -> Any:
-    return Field(default_factory=list, description=description)
+def _listed(description: str, *, is_secret: bool = False) -> Any:
+    return Field(default_factory=list, description=description, repr=not is_secret)
 
 
 def _mapped(description: str) -> Any:
@@ -222,7 +223,7 @@ class ObservabilityConfig:
     """Logs and metrics."""
 
     disable_log_stats: bool = _option(False, "No periodic line with throughput and queue lengths")
-    log_stats_interval_s: Annotated[float, Field(gt=0)] = _option(10.0, "Seconds between two such lines")
+    log_stats_interval_s: Seconds = _option(10.0, "Seconds between two such lines")
     stat_loggers: list[str] = _listed("Stat loggers to use, by name")
 
 
@@ -263,7 +264,9 @@ class EngineConfig:
     additional_config: dict[str, Any] = _mapped("Free values for plugins")
     optimization_level: Annotated[int, Field(ge=0, le=3)] = _option(2, "0 starts fastest, 3 runs fastest")
     performance_mode: Literal["balanced", "interactivity", "throughput"] = _option("balanced", "What defaults favour")
-    shutdown_timeout: Annotated[float, Field(ge=0)] = _option(0.0, "Seconds to let running requests end; 0 aborts them")
+    shutdown_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _option(
+        0.0, "Seconds to let running requests end; 0 aborts them"
+    )
 
 
 @dataclass(config=_FORBID, kw_only=True)
@@ -274,7 +277,7 @@ class ServerConfig:
     port: Port = _option(8000, "Port to listen on; 0 takes a free one")
     uds: str | None = _option(None, "Unix socket to listen on instead")
     root_path: str = _option("", "Path prefix behind a proxy")
-    api_key: list[str] = _listed("Keys that requests must carry; several are possible")
+    api_key: list[str] = _listed("Keys that requests must carry; several are possible", is_secret=True)
     ssl_keyfile: str | None = _option(None, "Private key for TLS")
     ssl_certfile: str | None = _option(None, "Certificate for TLS")
     allowed_origins: list[str] = _listed("Origins for CORS; none by default")

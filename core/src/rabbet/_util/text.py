@@ -1,4 +1,4 @@
-"""Turns the text of a flag, an environment variable or a JSON value into a Python value."""
+"""Turns text that a user wrote into a value of a given type: sizes, switches, lists, JSON with sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rabbet.errors import ConfigError, shorten
 
-__all__ = ["json_with_sizes", "kinds_of", "parse_size", "parse_text"]
+__all__ = ["json_with_sizes", "kinds_of", "parse_size", "parse_text", "scalar"]
 
 _SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgtKMGT])")
-_FACTORS = {letter: 1000**power for power, letter in enumerate("kmgt", 1)} | {
+_INTEGER = re.compile(r"-?\d+(?:(?:\.\d+)?[kmgtKMGT])?")
+_FACTORS: dict[str, int] = {letter: 1000**power for power, letter in enumerate("kmgt", 1)} | {
     letter: 1024**power for power, letter in enumerate("KMGT", 1)
 }
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\w.])[+-]?\d+(?:\.\d+)?[kmgtKMGT](?![\w.])')
@@ -20,33 +21,30 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 
 
-def parse_size(text: str, *, field: str) -> int:
-    """An integer, with ``k m g t`` as powers of 1000 (fractions allowed) or ``K M G T`` as powers of 1024.
+def parse_size(text: str, *, field: str, words: tuple[str, ...] = ()) -> int:
+    """An integer; ``k m g t`` after it are powers of 1000, ``K M G T`` powers of 1024, and fractions are allowed.
+
+    What a fraction leaves over is dropped: 1.3K is 1331.
 
     Raises:
-        ConfigError: Naming the field.
+        ConfigError: Naming the field, and the ``words`` that it takes besides.
     """
     stripped = text.strip()
     match = _SIZE.fullmatch(stripped)
-    if match is None:
-        try:
-            return int(stripped.replace("_", ""))
-        except ValueError:
-            raise ConfigError(
-                f"{field} is {shorten(text)}, but must be an integer; k m g t (1000) and K M G T (1024) may follow it",
-                field=field,
-            ) from None
-    number, letter = match.groups()
-    if "." not in number:
-        return int(number) * _FACTORS[letter]
-    if letter.isupper():
+    try:
+        if match is None:
+            return int(stripped)
+        number, letter = match.groups()
+        whole, _, fraction = number.partition(".")
+        exact: int = int(whole + fraction) * _FACTORS[letter] // 10 ** len(fraction)
+        return exact
+    except ValueError:
+        # Also for numbers of more digits than Python converts.
+        more = "".join(f", or {word}" for word in words)
         raise ConfigError(
-            f"{field} is {shorten(text)}: fractions go with k m g t (powers of 1000) only; write whole {letter}",
+            f"{field} is {shorten(text)}, but must be an integer; k m g t (1000) and K M G T (1024) may follow it{more}",
             field=field,
-        )
-    whole, _, fraction = number.partition(".")
-    exact = int(whole + fraction) * _FACTORS[letter]
-    return exact // 10 ** len(fraction)
+        ) from None
 
 
 def json_with_sizes(text: str, *, field: str) -> Any:
@@ -56,12 +54,32 @@ def json_with_sizes(text: str, *, field: str) -> Any:
         token = match.group()
         return token if token.startswith('"') else str(parse_size(token, field=field))
 
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ConfigError(f"{field} has the key {twice!r} twice; keep one of them", field=field)
+        return dict(pairs)
+
     try:
-        return json.loads(_OUTSIDE_STRINGS.sub(replace, text))
+        return json.loads(_OUTSIDE_STRINGS.sub(replace, text), object_pairs_hook=unique)
+    except ConfigError:
+        raise
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{field} is no valid JSON: {error.msg} at character {error.pos} of {shorten(text)}", field=field
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{field} is no valid JSON: {error}", field=field) from error
+
+
+def scalar(text: str, *, field: str) -> Any:
+    """What the text is as JSON, or the text itself where it is none: the value of a key that has no schema."""
+    try:
+        return json_with_sizes(text, field=field)
+    except ConfigError:
+        if text.lstrip().startswith(("{", "[")):
+            raise
+        return text
 
 
 def kinds_of(annotation: Any) -> set[Any]:
@@ -98,11 +116,11 @@ def parse_text(text: str, annotation: Any, *, field: str) -> Any:
     if text in literals:
         return text
     if dict in kinds:
-        return _mapping(text, field)
+        return _mapping(text, annotation, field)
     if list in kinds:
         return _listing(text, annotation, field)
     if int in kinds or any(isinstance(kind, int) for kind in kinds):
-        return parse_size(text, field=field)
+        return parse_size(text, field=field, words=tuple(sorted(literals)))
     if float in kinds:
         try:
             return float(text)
@@ -111,20 +129,23 @@ def parse_text(text: str, annotation: Any, *, field: str) -> Any:
     return text
 
 
-def _mapping(text: str, field: str) -> Any:
+def _mapping(text: str, annotation: Any, field: str) -> Any:
     if text.lstrip().startswith("{"):
         return json_with_sizes(text, field=field)
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{field} is {shorten(text)}, but must be a JSON object or key=value", field=field)
-    return {key.strip(): value}
+    is_text = get_args(annotation)[1:] == (str,)
+    return {key.strip(): value.strip() if is_text else scalar(value, field=field)}
 
 
 def _listing(text: str, annotation: Any, field: str) -> Any:
     if text.lstrip().startswith("["):
         return json_with_sizes(text, field=field)
     items = [item.strip() for item in text.split(",") if item.strip()]
-    return [int(item) if item.lstrip("-").isdigit() and _holds_ints(annotation) else item for item in items]
+    if not _holds_ints(annotation):
+        return items
+    return [parse_size(item, field=field) if _INTEGER.fullmatch(item) else item for item in items]
 
 
 def _holds_ints(annotation: Any) -> bool:
