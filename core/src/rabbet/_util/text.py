@@ -1,4 +1,7 @@
-"""Turns text that a user wrote into a value of a given type: sizes, switches, lists, JSON with sizes."""
+"""Turns text that a user wrote into a value of a given type: sizes, switches, lists, JSON with sizes.
+
+What is wrong is a ``ValueError`` whose message goes on from the name of the option: "is 'x', but must be ...".
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import json
 import re
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from rabbet.errors import ConfigError, shorten
 
 __all__ = ["json_with_sizes", "kinds_of", "parse_size", "parse_text", "scalar"]
 
@@ -19,15 +20,16 @@ _FACTORS: dict[str, int] = {letter: 1000**power for power, letter in enumerate("
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\w.])[+-]?\d+(?:\.\d+)?[kmgtKMGT](?![\w.])')
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
+_MAX_SHOWN = 64
 
 
-def parse_size(text: str, *, field: str, words: tuple[str, ...] = ()) -> int:
+def parse_size(text: str, *, words: tuple[str, ...] = ()) -> int:
     """An integer; ``k m g t`` after it are powers of 1000, ``K M G T`` powers of 1024, and fractions are allowed.
 
     What a fraction leaves over is dropped: 1.3K is 1331.
 
     Raises:
-        ConfigError: Naming the field, and the ``words`` that it takes besides.
+        ValueError: Naming the ``words`` that are taken besides.
     """
     stripped = text.strip()
     match = _SIZE.fullmatch(stripped)
@@ -36,47 +38,54 @@ def parse_size(text: str, *, field: str, words: tuple[str, ...] = ()) -> int:
             return int(stripped)
         number, letter = match.groups()
         whole, _, fraction = number.partition(".")
-        exact: int = int(whole + fraction) * _FACTORS[letter] // 10 ** len(fraction)
+        # Rounded towards zero, for a negative number too.
+        sign = -1 if number.startswith("-") else 1
+        exact: int = sign * (abs(int(whole + fraction)) * _FACTORS[letter] // 10 ** len(fraction))
         return exact
     except ValueError:
         # Also for numbers of more digits than Python converts.
         more = "".join(f", or {word}" for word in words)
-        raise ConfigError(
-            f"{field} is {shorten(text)}, but must be an integer; k m g t (1000) and K M G T (1024) may follow it{more}",
-            field=field,
+        raise ValueError(
+            f"is {_shown(text)}, but must be an integer; k m g t (1000) and K M G T (1024) may follow it{more}"
         ) from None
 
 
-def json_with_sizes(text: str, *, field: str) -> Any:
-    """A JSON document in which unquoted numbers may carry a size suffix."""
+def json_with_sizes(text: str) -> Any:
+    """A JSON document in which unquoted numbers may carry a size suffix; a key that stands twice is refused.
+
+    Raises:
+        ValueError: Saying where it stops being JSON.
+    """
 
     def replace(match: re.Match[str]) -> str:
         token = match.group()
-        return token if token.startswith('"') else str(parse_size(token, field=field))
+        return token if token.startswith('"') else str(parse_size(token))
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise ConfigError(f"{field} has the key {twice!r} twice; keep one of them", field=field)
-        return dict(pairs)
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"has the key {_shown(key)} twice; keep one of them")
+            found[key] = value
+        return found
 
     try:
         return json.loads(_OUTSIDE_STRINGS.sub(replace, text), object_pairs_hook=unique)
-    except ConfigError:
-        raise
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{field} is no valid JSON: {error.msg} at character {error.pos} of {shorten(text)}", field=field
-        ) from None
-    except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{field} is no valid JSON: {error}", field=field) from error
+        raise ValueError(f"is no valid JSON: {error.msg} at character {error.pos} of {_shown(text)}") from None
+    except RecursionError:
+        raise ValueError("is no valid JSON: it is nested too deeply") from None
 
 
-def scalar(text: str, *, field: str) -> Any:
-    """What the text is as JSON, or the text itself where it is none: the value of a key that has no schema."""
+def scalar(text: str) -> Any:
+    """What the text is as JSON, or the text itself where it is none: the value of a key that has no schema.
+
+    Raises:
+        ValueError: If it starts like a JSON object or array, but is none.
+    """
     try:
-        return json_with_sizes(text, field=field)
-    except ConfigError:
+        return json_with_sizes(text)
+    except ValueError:
         if text.lstrip().startswith(("{", "[")):
             raise
         return text
@@ -96,11 +105,11 @@ def kinds_of(annotation: Any) -> set[Any]:
     return {origin or annotation}
 
 
-def parse_text(text: str, annotation: Any, *, field: str) -> Any:
+def parse_text(text: str, annotation: Any) -> Any:
     """The value of ``text`` for a field of type ``annotation``.
 
     Raises:
-        ConfigError: Naming the field, the text and what it must be.
+        ValueError: Naming the text and what it must be.
     """
     kinds = kinds_of(annotation)
     lowered = text.strip().casefold()
@@ -109,43 +118,43 @@ def parse_text(text: str, annotation: Any, *, field: str) -> Any:
     if bool in kinds:
         if lowered in _TRUE + _FALSE:
             return lowered in _TRUE
-        raise ConfigError(f"{field} is {shorten(text)}, but must be true or false", field=field)
+        raise ValueError(f"is {_shown(text)}, but must be true or false")
     literals = [kind for kind in kinds if isinstance(kind, str)]
     if lowered in literals:
         return lowered
     if text in literals:
         return text
     if dict in kinds:
-        return _mapping(text, annotation, field)
+        return _mapping(text, annotation)
     if list in kinds:
-        return _listing(text, annotation, field)
+        return _listing(text, annotation)
     if int in kinds or any(isinstance(kind, int) for kind in kinds):
-        return parse_size(text, field=field, words=tuple(sorted(literals)))
+        return parse_size(text, words=tuple(sorted(literals)))
     if float in kinds:
         try:
             return float(text)
         except ValueError:
-            raise ConfigError(f"{field} is {shorten(text)}, but must be a number", field=field) from None
+            raise ValueError(f"is {_shown(text)}, but must be a number") from None
     return text
 
 
-def _mapping(text: str, annotation: Any, field: str) -> Any:
+def _mapping(text: str, annotation: Any) -> Any:
     if text.lstrip().startswith("{"):
-        return json_with_sizes(text, field=field)
+        return json_with_sizes(text)
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{field} is {shorten(text)}, but must be a JSON object or key=value", field=field)
+        raise ValueError(f"is {_shown(text)}, but must be a JSON object or key=value")
     is_text = get_args(annotation)[1:] == (str,)
-    return {key.strip(): value.strip() if is_text else scalar(value, field=field)}
+    return {key.strip(): value.strip() if is_text else scalar(value)}
 
 
-def _listing(text: str, annotation: Any, field: str) -> Any:
+def _listing(text: str, annotation: Any) -> Any:
     if text.lstrip().startswith("["):
-        return json_with_sizes(text, field=field)
+        return json_with_sizes(text)
     items = [item.strip() for item in text.split(",") if item.strip()]
     if not _holds_ints(annotation):
         return items
-    return [parse_size(item, field=field) if _INTEGER.fullmatch(item) else item for item in items]
+    return [parse_size(item) if _INTEGER.fullmatch(item) else item for item in items]
 
 
 def _holds_ints(annotation: Any) -> bool:
@@ -154,3 +163,7 @@ def _holds_ints(annotation: Any) -> bool:
         for option in (get_args(annotation) or (annotation,))
         for item in (get_args(option) if get_origin(option) is list else (option,))
     )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")

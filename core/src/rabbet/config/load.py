@@ -98,7 +98,10 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
         raise RemovedOptionError(f"{spelling} {value} is gone: {instead}", field=flag.path)
     if isinstance(value, str):
         is_inner = len(place) > len(flag.place)
-        value = scalar(value, field=spelling) if is_inner else parse_text(value, flag.annotation, field=spelling)
+        try:
+            value = scalar(value) if is_inner else parse_text(value, flag.annotation)
+        except ValueError as error:
+            raise ConfigError(f"{spelling} {error}", field=flag.path) from None
     if is_append and not isinstance(value, list):
         if len(place) == len(flag.place):
             raise ConfigError(f"{spelling}: {flag.path} is no list, so nothing can be appended", field=flag.path)
@@ -107,7 +110,10 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
 
 
 def _assign_section(source: Source, name: str, value: Any, spelling: str) -> None:
-    document = json_with_sizes(value, field=spelling) if isinstance(value, str) else value
+    try:
+        document = json_with_sizes(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{spelling} {error}", field=_section(name)) from None
     if document is None:
         return
     if not isinstance(document, Mapping):
