@@ -97,7 +97,9 @@ def _answer(worker: _Worker, rank: int, command: ToWorker) -> FromWorker:
 
 def main() -> int:
     """Entry of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Signals for the whole service are the front's affair; a handler, and not SIG_IGN, which children would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     stream = sys.stdin.buffer
     start = msgspec.msgpack.decode(stream.read(int.from_bytes(stream.read(8), "little")), type=WorkerStart)
     _watch_parent(sys.stdin.fileno())
