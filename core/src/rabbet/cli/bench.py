@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rabbet.errors import RabbetError
+
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure throughput, latency, or a running server.", no_args_is_help=True)
@@ -57,18 +59,28 @@ def latency(
 def serve(
     *,
     url: Annotated[str, typer.Option("--url", help="Base URL of the server")] = "http://127.0.0.1:8000/v1",
-    api_key: Annotated[str | None, typer.Option("--api-key")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="API key", envvar="RABBET_API_KEY")] = None,
     num_clients: Annotated[int, typer.Option("--num-clients", help="Requests under way at once", min=1)] = 16,
-    duration_s: Annotated[float, typer.Option("--duration", help="Seconds")] = 60.0,
+    duration_s: Annotated[float, typer.Option("--duration", help="Seconds", min=0)] = 60.0,
     input_len: _Lengths = "64:512",
     output_len: _Lengths = "32:128",
     seed: _Seed = 0,
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Ids of prompts are drawn below it", min=11)] = 10_000,
     output_json: _Output = None,
 ) -> None:
     """Requests a second of a running server under a fixed number of clients."""
     from rabbet.cli.bench_server import Load, run_load
 
-    load = Load(url, api_key, num_clients, duration_s, _range(input_len), _range(output_len), seed)
+    load = Load(
+        url=url,
+        api_key=api_key,
+        num_clients=num_clients,
+        duration_s=duration_s,
+        input_len=_range(input_len),
+        output_len=_range(output_len),
+        seed=seed,
+        vocab_size=vocab_size,
+    )
     _report(run_load(load), output_json)
 
 
@@ -87,5 +99,9 @@ def _report(figures: dict[str, Any], path: Path | None) -> None:
     width = max(len(key) for key in figures)
     for key, value in figures.items():
         typer.echo(f"{key:{width}}  {value:.4g}" if isinstance(value, float) else f"{key:{width}}  {value}")
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RabbetError(f"--output-json {path} cannot be written: {error.strerror}") from error

@@ -7,14 +7,16 @@ import resource
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rabbet.config.load import parse_configs
+from rabbet.errors import ConfigError, RabbetError
 from rabbet.front.llm import LLM
+from rabbet.front.outputs import RequestOutput
 from rabbet.types.sampling import SamplingParams
 
-__all__ = ["Shape", "run_latency", "run_throughput"]
+__all__ = ["BenchError", "Shape", "run_latency", "run_throughput"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +32,45 @@ class Shape:
     def draw(self, vocab_size: int, repetition: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
         """Prompts and parameters; each repetition has other ids, so that a prefix cache gives no help."""
         rng = random.Random(self.seed)
-        low, high = 10, vocab_size - 300
+        # Control tokens lie at either end; a tiny vocabulary has none.
+        low, high = (10, vocab_size - 300) if vocab_size > 400 else (0, vocab_size - 1)
         head = [rng.randint(low, high) for _ in range(self.prefix_len)]
         prompts = [
             head + [rng.randint(low, high) for _ in range(rng.randint(*self.input_len))]
             for _ in range(self.num_prompts)
         ]
-        shifted = [[(token + 7 * repetition) % high for token in prompt] for prompt in prompts]
+        shifted = [[(token + 7 * repetition) % max(high, 1) for token in prompt] for prompt in prompts]
         lengths = [rng.randint(*self.output_len) for _ in range(self.num_prompts)]
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
         return [{"prompt_token_ids": ids} for ids in shifted], params
 
 
+class BenchError(RabbetError):
+    """The engine did not do the work that was to be measured."""
+
+
 def _open(arguments: Sequence[str]) -> LLM:
     engine, _ = parse_configs(list(arguments))
+    if not engine.model.model:
+        raise ConfigError("no model was given: rabbet bench throughput|latency MODEL [OPTIONS]", field="model")
     return LLM.from_config(engine)
+
+
+def _check(outputs: Sequence[RequestOutput], params: Sequence[SamplingParams]) -> int:
+    """The number of tokens that came out.
+
+    Raises:
+        BenchError: If a request failed, or gave fewer tokens than were asked for.
+    """
+    for number, (output, wanted) in enumerate(zip(outputs, params, strict=True)):
+        completion = output.outputs[0]
+        if completion.error is not None:
+            raise BenchError(f"request {number} failed: {completion.error}")
+        if len(completion.token_ids) != wanted.max_tokens:
+            raise BenchError(
+                f"request {number} gave {len(completion.token_ids)} tokens, not {wanted.max_tokens}; raise --max-model-len"
+            )
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 def run_throughput(arguments: Sequence[str], shape: Shape, *, repeat: int) -> dict[str, Any]:
@@ -52,8 +78,9 @@ def run_throughput(arguments: Sequence[str], shape: Shape, *, repeat: int) -> di
     started = time.monotonic()
     with _open(arguments) as llm:
         ready_s = time.monotonic() - started
-        vocab_size = llm.model_info.vocab_size
-        llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        model, vocab_size = llm.config.model.model, llm.model_info.vocab_size
+        warm_up = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, warm_up, use_tqdm=False)
         seconds, num_input, num_output = [], 0, 0
         for repetition in range(repeat):
             prompts, params = shape.draw(vocab_size, repetition)
@@ -61,11 +88,10 @@ def run_throughput(arguments: Sequence[str], shape: Shape, *, repeat: int) -> di
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds.append(time.monotonic() - began)
             num_input = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
-            num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
-            if num_output != sum(item.max_tokens or 0 for item in params):
-                raise RuntimeError(f"{num_output} tokens came out, which is not what was asked for")
+            num_output = _check(outputs, params)
     median = statistics.median(seconds)
     return {
+        "model": model,
         "seconds": median,
         "seconds_min": min(seconds),
         "input_tokens": num_input,
@@ -75,7 +101,12 @@ def run_throughput(arguments: Sequence[str], shape: Shape, *, repeat: int) -> di
         "requests_per_s": shape.num_prompts / median,
         "ready_s": ready_s,
         "peak_memory_mib": _peak_memory_mib(),
-        **{f"shape_{key}": str(value) for key, value in asdict(shape).items()},
+        "input_len": ":".join(map(str, shape.input_len)),
+        "output_len": ":".join(map(str, shape.output_len)),
+        "prefix_len": shape.prefix_len,
+        "num_prompts": shape.num_prompts,
+        "seed": shape.seed,
+        "repeat": repeat,
     }
 
 
@@ -84,13 +115,15 @@ def run_latency(arguments: Sequence[str], shape: Shape, *, repeat: int) -> dict[
     started = time.monotonic()
     with _open(arguments) as llm:
         ready_s = time.monotonic() - started
-        vocab_size = llm.model_info.vocab_size
+        model, vocab_size = llm.config.model.model, llm.model_info.vocab_size
         first, per_token = [], []
         for repetition in range(repeat + 1):
             prompts, params = shape.draw(vocab_size, repetition)
             began = time.time()
             outputs = llm.generate(prompts, params, use_tqdm=False)
+            _check(outputs, params)
             if repetition == 0:
+                # The first one warms up.
                 continue
             starts = [output.metrics.first_token_time_s or began for output in outputs if output.metrics]
             ends = [output.metrics.finished_time_s or began for output in outputs if output.metrics]
@@ -98,6 +131,7 @@ def run_latency(arguments: Sequence[str], shape: Shape, *, repeat: int) -> dict[
             steps = max(shape.output_len[1] - 1, 1)
             per_token.append((max(ends) - max(starts)) / steps)
     return {
+        "model": model,
         "time_to_first_token_ms": 1000 * statistics.median(first),
         "time_per_token_ms": 1000 * statistics.median(per_token),
         "time_per_token_min_ms": 1000 * min(per_token),

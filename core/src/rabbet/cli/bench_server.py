@@ -8,20 +8,33 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
 
-from rabbet.cli.talk import TalkError
+from rabbet.cli.talk import TalkError, api_base, first_model, message_of
 
 __all__ = ["Load", "run_load"]
 
-_VOCABULARY = (10, 10_000)
+_FIRST_ID = 10
+"""Smaller ids are control tokens in most vocabularies."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What to send."""
+    """What to send.
+
+    Attributes:
+        url: Base URL, with or without ``/v1``.
+        api_key: Key of the server, or None.
+        num_clients: Requests under way at once.
+        duration_s: No request starts after that many seconds; those under way end.
+        input_len: Smallest and largest number of prompt tokens.
+        output_len: Smallest and largest number of tokens asked for.
+        seed: Seed of lengths and ids.
+        vocab_size: Ids are drawn below it.
+    """
 
     url: str
     api_key: str | None
@@ -30,95 +43,129 @@ class Load:
     input_len: tuple[int, int]
     output_len: tuple[int, int]
     seed: int
+    vocab_size: int
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What was seen."""
+    """What was seen of all requests that ended well, and why others did not."""
 
     first_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
     num_failed: int = 0
+    failure: str = ""
 
 
 def run_load(load: Load) -> dict[str, Any]:
     """Requests a second and percentiles.
 
     Raises:
-        TalkError: If no server answers, or every request fails.
+        TalkError: If no server answers, or no request succeeds.
     """
     return asyncio.run(_run(load))
 
 
 async def _run(load: Load) -> dict[str, Any]:
-    base = load.url.rstrip("/")
-    base = base if base.endswith("/v1") else f"{base}/v1"
+    base = api_base(load.url)
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(headers=headers, timeout=60, trust_env=False) as client:
+        model = first_model(client, base)
     sample = _Sample()
-    async with httpx.AsyncClient(headers=headers, timeout=600, limits=limits, trust_env=False) as client:
-        try:
-            model = (await client.get(f"{base}/models")).json()["data"][0]["id"]
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise TalkError(f"no server answers at {base} ({error})") from error
-        started = time.monotonic()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(headers=headers, timeout=600, limits=limits, trust_env=False) as session:
+        started = time.perf_counter()
         deadline = started + load.duration_s
-        rngs = [random.Random(load.seed * 1000 + i) for i in range(load.num_clients)]
-        await asyncio.gather(*(_client(client, base, model, load, rng, deadline, sample) for rng in rngs))
-        seconds = time.monotonic() - started
+        clients = (
+            _Client(session, f"{base}/completions", model, load, random.Random(load.seed * 1000 + number), sample)
+            for number in range(load.num_clients)
+        )
+        await asyncio.gather(*(client.run(deadline) for client in clients))
+        seconds = time.perf_counter() - started
     if not sample.total_s:
-        raise TalkError(f"all {sample.num_failed} requests failed")
+        raise TalkError(f"none of {sample.num_failed} requests succeeded; the last failed with: {sample.failure}")
     return {
+        "model": model,
+        "clients": load.num_clients,
         "requests": len(sample.total_s),
         "failed": sample.num_failed,
+        **({"last_failure": sample.failure} if sample.num_failed else {}),
         "seconds": seconds,
         "requests_per_s": len(sample.total_s) / seconds,
-        "output_tokens_per_s": sample.num_tokens / seconds,
+        "input_tokens_per_s": sample.num_input_tokens / seconds,
+        "output_tokens_per_s": sample.num_output_tokens / seconds,
         **_percentiles("time_to_first_token", sample.first_s),
         **_percentiles("inter_token_latency", sample.gap_s),
         **_percentiles("request_latency", sample.total_s),
     }
 
 
-async def _client(
-    client: httpx.AsyncClient, base: str, model: str, load: Load, rng: random.Random, deadline: float, sample: _Sample
-) -> None:
-    while time.monotonic() < deadline:
-        length = rng.randint(*load.output_len)
+@dataclass(slots=True)
+class _Client:
+    """One closed loop: the next request starts when the one before has ended."""
+
+    session: httpx.AsyncClient
+    url: str
+    model: str
+    load: Load
+    rng: random.Random
+    sample: _Sample
+
+    async def run(self, deadline: float) -> None:
+        """Send requests until ``deadline``; a server that refuses the first three is left alone."""
+        num_failed = 0
+        while time.perf_counter() < deadline and (num_failed < 3 or self.sample.total_s):
+            try:
+                await self._one()
+            except (httpx.HTTPError, TalkError, ValueError, KeyError) as error:
+                num_failed += 1
+                self.sample.num_failed += 1
+                self.sample.failure = str(error) or type(error).__name__
+
+    async def _one(self) -> None:
+        load, rng = self.load, self.rng
         body = {
-            "model": model,
-            "prompt": [rng.randint(*_VOCABULARY) for _ in range(rng.randint(*load.input_len))],
-            "max_tokens": length,
+            "model": self.model,
+            "prompt": [rng.randrange(_FIRST_ID, load.vocab_size) for _ in range(rng.randint(*load.input_len))],
+            "max_tokens": rng.randint(*load.output_len),
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        started = last = time.monotonic()
-        is_first = True
-        try:
-            async with client.stream("POST", f"{base}/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    sample.num_failed += 1
+        times = [time.perf_counter()]
+        usage: dict[str, int] = {}
+        async with self.session.stream("POST", self.url, json=body) as answer:
+            if answer.status_code != 200:
+                raise TalkError(f"{answer.status_code} {message_of((await answer.aread()).decode(errors='replace'))}")
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    if "error" in json.loads(line[6:]):
-                        raise TalkError("the stream ended with an error")
-                    now = time.monotonic()
-                    (sample.first_s if is_first else sample.gap_s).append(now - (started if is_first else last))
-                    is_first, last = False, now
-        except (httpx.HTTPError, TalkError):
-            sample.num_failed += 1
-            continue
-        sample.total_s.append(time.monotonic() - started)
-        sample.num_tokens += length
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise TalkError(str(event["error"].get("message")))
+                usage = event.get("usage") or usage
+                # The last chunks carry usage, or a reason and no token: they say nothing about time a token.
+                if any(choice["text"] or not choice.get("finish_reason") for choice in event["choices"]):
+                    times.append(time.perf_counter())
+        if usage.get("completion_tokens") != body["max_tokens"]:
+            raise TalkError(f"{usage.get('completion_tokens')} tokens came, not {body['max_tokens']}")
+        sample = self.sample
+        sample.total_s.append(time.perf_counter() - times[0])
+        if len(times) > 1:
+            sample.first_s.append(times[1] - times[0])
+        sample.gap_s += [after - before for before, after in pairwise(times[1:])]
+        sample.num_input_tokens += usage["prompt_tokens"]
+        sample.num_output_tokens += usage["completion_tokens"]
 
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float]:
-    if len(values) < 2:
-        return {f"{name}_p50_ms": 1000 * values[0]} if values else {}
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {f"{name}_p{p}_ms": 1000 * cuts[p - 1] for p in (50, 95, 99)}
+    if not values:
+        return {}
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return {
+        f"{name}_mean_ms": 1000 * statistics.fmean(values),
+        **{f"{name}_p{percent}_ms": 1000 * cuts[percent - 1] for percent in (50, 95, 99)},
+    }

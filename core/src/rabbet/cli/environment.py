@@ -7,8 +7,8 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from rabbet.config.load import parse_configs
 from rabbet.config.resolve import policy_of
-from rabbet.config.schema import EngineConfig
 from rabbet.registry import Catalog, HookBus
 from rabbet.registry.describe import list_plugins
 
@@ -22,8 +22,8 @@ _PACKAGES = (
 
 def report() -> str:
     """Versions, hardware, plugins, and what hook plugins add. Variables and paths of the user are left out."""
-    catalog = Catalog.scan()
-    policy = policy_of(EngineConfig())
+    policy = policy_of(parse_configs([])[0])
+    catalog = Catalog.scan(policy)
     lines = [
         "## System",
         f"python {sys.version.split()[0]} on {platform.platform()}",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Annotated, Any
+import traceback
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -14,6 +16,7 @@ from rabbet.errors import ConfigError, PluginError, RabbetError
 
 __all__ = ["app", "main"]
 
+_COMMANDS = ("serve", "chat", "complete", "bench", "plugins", "collect-env")
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
     name="rabbet",
@@ -128,16 +131,39 @@ def _log(level: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point of the console script: errors of ours become one line and a status."""
+    """Entry point of the console script: what goes wrong becomes one line and a status.
+
+    Status 2: the configuration or the choice of plugins is wrong. 1: anything else. With ``--log-level debug`` (or
+    RABBET_LOG_LEVEL) the place where it went wrong is printed too.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return app(args=arguments, prog_name="rabbet")
-    except (ConfigError, PluginError) as error:
-        typer.echo(f"rabbet: error: {error}", err=True)
-        sys.exit(2)
-    except RabbetError as error:
-        typer.echo(f"rabbet: error: {error}", err=True)
-        sys.exit(1)
+        if _may_mean_a_plugin(words):
+            from rabbet.cli.extensions import add_plugin_commands
+
+            add_plugin_commands(app)
+        return app(args=words, prog_name="rabbet")
     except BrokenPipeError:
-        # The reader of our output went away (rabbet ... | head): nothing to complain about.
-        sys.stderr.close()
+        # The reader of our output went away (rabbet ... | head): nothing to complain about, now or at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except RabbetError as error:
+        _fail(str(error), words, status=2 if isinstance(error, ConfigError | PluginError) else 1)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: the user gets a line, not a page
+        told = f"{type(error).__name__}: {error}"
+        _fail(f"{told}; this is a fault of Rabbet or of a plugin: --log-level debug shows where", words, status=1)
+
+
+def _may_mean_a_plugin(words: list[str]) -> bool:
+    """Whether plugins are asked for commands: where a word is none of ours, and for the list of commands."""
+    first = next((word for word in words if not word.startswith("-")), None)
+    return first not in _COMMANDS if first is not None else bool({"-h", "--help"} & set(words)) or not words
+
+
+def _fail(message: str, words: list[str], *, status: int) -> NoReturn:
+    from rabbet.config.load import is_debug
+
+    if is_debug(words):
+        traceback.print_exc()
+    typer.echo(f"rabbet: error: {message}", err=True)
+    sys.exit(status)

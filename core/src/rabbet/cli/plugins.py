@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rabbet.registry.catalog import Catalog
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Show what is installed, what would be chosen and why.", no_args_is_help=True)
+_RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 _Kind = Annotated[str | None, typer.Option("--kind", help="This kind only")]
 
 
-@app.command(name="list")
-def list_(kind: _Kind = None, as_json: _Json = False) -> None:
-    """List every contribution with its owner, contract and state."""
+@app.command(name="list", context_settings=_RAW)
+def list_(context: typer.Context, kind: _Kind = None, as_json: _Json = False) -> None:
+    """List every contribution with its owner, contract and state, under the --plugins-* options if given."""
     from rabbet.contracts.kinds import KINDS
     from rabbet.errors import UnknownPluginError
-    from rabbet.registry.catalog import Catalog
     from rabbet.registry.describe import list_plugins
     from rabbet.registry.names import nearest
 
@@ -28,7 +31,7 @@ def list_(kind: _Kind = None, as_json: _Json = False) -> None:
         raise UnknownPluginError(
             f"there is no kind {kind!r}; {'did you mean ' + close[0] if close else ', '.join(KINDS)}"
         )
-    catalog = Catalog.scan()
+    catalog = _catalog(context.args)
     rows = list_plugins(catalog, kind)
     if as_json:
         typer.echo(json.dumps({"plugins": rows, "problems": list(catalog.problems)}, indent=2))
@@ -38,13 +41,12 @@ def list_(kind: _Kind = None, as_json: _Json = False) -> None:
         typer.echo(f"problem: {problem}")
 
 
-@app.command()
-def info(name: str, as_json: _Json = False) -> None:
+@app.command(context_settings=_RAW)
+def info(context: typer.Context, name: str, as_json: _Json = False) -> None:
     """Show everything that is known of NAME (or KIND/NAME) without importing it."""
-    from rabbet.registry.catalog import Catalog
     from rabbet.registry.describe import plugin_info
 
-    rows = plugin_info(Catalog.scan(), name)
+    rows = plugin_info(_catalog(context.args), name)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -54,44 +56,62 @@ def info(name: str, as_json: _Json = False) -> None:
         typer.echo("")
 
 
-@app.command()
+@app.command(context_settings=_RAW)
 def why(
+    context: typer.Context,
     kind: str,
     name: Annotated[str | None, typer.Option("--name", help="Explain an explicit choice")] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Explain the choice for this model, on this machine")
     ] = None,
 ) -> None:
-    """Explain what would be chosen for KIND, and what would be passed over and why."""
-    from rabbet.registry.catalog import Catalog
+    """Explain what would be chosen for KIND and what would be passed over; takes the options of rabbet serve too."""
     from rabbet.registry.describe import explain
 
     if model is None:
-        for line in explain(Catalog.scan(), kind, name=name):
+        for line in explain(_catalog(context.args), kind, name=name):
             typer.echo(line)
         return
-    from rabbet.config.load import engine_config_from_kwargs
+    from rabbet.config.load import parse_configs
     from rabbet.config.resolve import resolve
+    from rabbet.contracts.kinds import KINDS
 
-    decision = resolve(engine_config_from_kwargs(model), is_server=True).composition.get(kind)
+    if kind not in KINDS:
+        # Names the kinds.
+        explain(_catalog(context.args), kind)
+    engine, _ = parse_configs(["--model", model, *context.args])
+    decision = resolve(engine, is_server=True).composition.get(kind)
     lines = decision.lines() if decision else (f"{kind}: not needed for {model}",)
     for line in lines:
         typer.echo(line)
 
 
-@app.command()
-def doctor(name: Annotated[str | None, typer.Argument()] = None, as_json: _Json = False) -> None:
+@app.command(context_settings=_RAW)
+def doctor(
+    context: typer.Context, name: Annotated[str | None, typer.Argument()] = None, as_json: _Json = False
+) -> None:
     """Import each plugin in a process of its own; report time, memory, heavy modules and failures."""
-    from rabbet.registry.catalog import Catalog
     from rabbet.registry.describe import doctor as examine
 
-    rows = examine(Catalog.scan(), name)
+    if name is not None and name.startswith("-"):
+        context.args.insert(0, name)
+        name = None
+    rows = examine(_catalog(context.args), name)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
         _table(rows, ("kind", "name", "distribution", "ok", "detail"))
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
+
+
+def _catalog(options: list[str]) -> Catalog:
+    """What is installed, under the policy that flags and environment give."""
+    from rabbet.config.load import parse_configs
+    from rabbet.config.resolve import policy_of
+    from rabbet.registry.catalog import Catalog
+
+    return Catalog.scan(policy_of(parse_configs(options)[0]))
 
 
 def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:

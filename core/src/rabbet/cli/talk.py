@@ -12,7 +12,7 @@ import httpx
 
 from rabbet.errors import RabbetError
 
-__all__ = ["Talk", "TalkError"]
+__all__ = ["Talk", "TalkError", "api_base", "first_model", "message_of"]
 
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
@@ -21,38 +21,65 @@ class TalkError(RabbetError):
     """The server cannot be reached, or refused."""
 
 
+def api_base(url: str) -> str:
+    """The URL that routes are appended to: it ends with ``/v1``."""
+    base = url.rstrip("/")
+    return base if base.endswith("/v1") else f"{base}/v1"
+
+
+def first_model(client: httpx.Client, base: str) -> str:
+    """The first name that the server serves.
+
+    Raises:
+        TalkError: If no server answers there, or it refuses, or it is something else.
+    """
+    try:
+        answer = client.get(f"{base}/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TalkError(f"no server answers at {base} ({error}); start one: rabbet serve MODEL") from error
+    if answer.status_code != 200:
+        hint = "; give its key with --api-key" if answer.status_code == 401 else ""
+        raise TalkError(f"{base}/models answers {answer.status_code}: {message_of(answer.text)}{hint}")
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise TalkError(f"{base}/models answers with something else than a list of models; check --url") from error
+
+
 class Talk:
     """A connection to one server."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None, options: Mapping[str, Any]) -> None:
-        base = url.rstrip("/")
-        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        """Connect; asks for the model's name if none is given."""
+        self._base = api_base(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(timeout=_TIMEOUT, headers=headers, trust_env=False)
         self._options = {key: value for key, value in options.items() if value is not None}
-        self._model = model or self._first_model()
-
-    def _first_model(self) -> str:
-        try:
-            answer = self._client.get(f"{self._base}/models")
-        except httpx.HTTPError as error:
-            raise TalkError(f"no server answers at {self._base} ({error}); start one: rabbet serve MODEL") from error
-        if answer.status_code != 200:
-            raise TalkError(f"{self._base}/models answers {answer.status_code}: {_message(answer.text)}")
-        return str(answer.json()["data"][0]["id"])
+        self._model = model or first_model(self._client, self._base)
 
     def chat(self, *, quick: str | None, system: str | None) -> None:
         """A conversation, or one question. Ctrl+D or an empty line ends it."""
         messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         for line in self._lines(quick):
-            messages.append({"role": "user", "content": line})
-            answer = self._stream("chat/completions", {"messages": messages}, _chat_text)
-            messages.append({"role": "assistant", "content": answer})
+            question = {"role": "user", "content": line}
+            answer = self._try("chat/completions", {"messages": [*messages, question]}, _chat_text, quick)
+            if answer is not None:
+                messages += [question, {"role": "assistant", "content": answer}]
 
     def complete(self, *, quick: str | None) -> None:
         """Texts to go on with."""
         for line in self._lines(quick):
-            self._stream("completions", {"prompt": line}, _completion_text)
+            self._try("completions", {"prompt": line}, _completion_text, quick)
+
+    def _try(self, route: str, body: Mapping[str, Any], text_of: Any, quick: str | None) -> str | None:
+        """One answer. What the server refuses ends a single question, but not a conversation."""
+        try:
+            return self._stream(route, body, text_of)
+        except TalkError as error:
+            if quick is not None:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            return None
 
     @staticmethod
     def _lines(quick: str | None) -> Iterator[str]:
@@ -98,15 +125,15 @@ class Talk:
             with self._client.stream("POST", f"{self._base}/{route}", json=request) as answer:
                 if answer.status_code != 200:
                     answer.read()
-                    raise TalkError(_message(answer.text))
+                    raise TalkError(message_of(answer.text))
                 for line in answer.iter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
                     event = json.loads(line[6:])
                     if "error" in event:
-                        raise TalkError(event["error"]["message"])
+                        raise TalkError(message_of(line[6:]))
                     yield event
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise TalkError(f"the connection to the server broke: {error}") from error
 
     @staticmethod
@@ -127,8 +154,10 @@ def _completion_text(event: Mapping[str, Any]) -> str:
     return "".join(choice["text"] for choice in event["choices"])
 
 
-def _message(text: str) -> str:
+def message_of(text: str) -> str:
+    """What an error body says."""
     try:
-        return str(json.loads(text)["error"]["message"])
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return text[:200]

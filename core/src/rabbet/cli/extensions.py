@@ -1,0 +1,61 @@
+"""Commands that hook plugins add to ``rabbet``; looked for only where they may be meant."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import typer
+
+__all__ = ["add_plugin_commands"]
+
+logger = logging.getLogger(__name__)
+
+
+def add_plugin_commands(app: typer.Typer) -> None:
+    """Ask hook plugins for commands. One that carries the name of a command that is there is left out.
+
+    Raises:
+        PluginPolicyError: If a rule of the environment matches nothing that is installed.
+    """
+    from rabbet.registry.catalog import Catalog
+
+    if not Catalog.scan().names("hooks"):
+        return
+    from rabbet.config.load import parse_configs
+    from rabbet.config.resolve import policy_of
+    from rabbet.registry.hooks import HookBus
+
+    policy = policy_of(parse_configs([])[0])
+    added = typer.Typer()
+    HookBus.load(Catalog.scan(policy), policy).call("add_cli_commands", app=added)
+    merge_commands(app, added)
+
+
+def merge_commands(app: typer.Typer, added: typer.Typer) -> None:
+    """Take over the commands and groups of ``added`` whose names are free."""
+    taken = set(_names(app))
+    for command in added.registered_commands:
+        if _is_free(_command_name(command), taken):
+            app.registered_commands.append(command)
+    for group in added.registered_groups:
+        if _is_free(str(group.name), taken):
+            app.registered_groups.append(group)
+
+
+def _is_free(name: str, taken: set[str]) -> bool:
+    if name in taken:
+        logger.warning("a plugin adds the command %r, which there is already; it is left out", name)
+        return False
+    taken.add(name)
+    return True
+
+
+def _names(app: typer.Typer) -> Iterable[str]:
+    yield from (_command_name(command) for command in app.registered_commands)
+    yield from (str(group.name) for group in app.registered_groups)
+
+
+def _command_name(command: typer.models.CommandInfo) -> str:
+    callback = command.callback
+    return command.name or (callback.__name__.replace("_", "-") if callback is not None else "")
