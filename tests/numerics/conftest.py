@@ -64,6 +64,9 @@ def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     outputs = []
+    # One thread: threads that wait for each other in a loop come to a crawl when the machine has other work.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         for prompt in prompts:
             ids = model.generate(
@@ -73,4 +76,5 @@ def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
                 do_sample=False,
             )
             outputs.append(ids[0, len(prompt) :].tolist())
+    torch.set_num_threads(num_threads)
     return outputs

@@ -103,7 +103,11 @@ void pool_run(Task task, void* data, int64_t count) {
     p.epoch.fetch_add(1, std::memory_order_release);
     p.epoch.notify_all();
     p.work(0);
-    while (p.busy.load(std::memory_order_acquire) != 0) relax();
+    // A helper that lost its core to another process gets this one, rather than being waited for in a loop.
+    for (int spin = 0; p.busy.load(std::memory_order_acquire) != 0; ++spin) {
+        if (spin < kSpins) relax();
+        else std::this_thread::yield();
+    }
 }
 
 }  // namespace rabbet
