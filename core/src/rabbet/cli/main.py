@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except BrokenPipeError:
         # The reader of our output went away (rabbet ... | head): nothing to complain about, now or at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(1)
     except RabbetError as error:
         _fail(str(error), words, status=2 if isinstance(error, ConfigError | PluginError) else 1)
     except Exception as error:  # noqa: BLE001 - the edge of the process: the user gets a line, not a page

@@ -1,0 +1,242 @@
+"""Statuses, messages, help, what is imported, and commands of plugins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rabbet as package
+import typer
+from rabbet.cli import main as main_module
+from rabbet.cli.extensions import merge_commands
+from rabbet.config.flags import fields, flags
+from rabbet.errors import EngineDeadError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_version(rabbet: Run) -> None:
+    assert rabbet("--version") == (0, f"rabbet {package.__version__}\n", "")
+
+
+def test_help_names_every_command(rabbet: Run) -> None:
+    status, out, _ = rabbet("--help")
+    assert status == 0
+    for command in main_module._COMMANDS:
+        assert command in out
+
+
+def test_the_list_of_commands_is_complete() -> None:
+    named = {command.name or command.callback.__name__ for command in main_module.app.registered_commands}
+    groups = {group.name for group in main_module.app.registered_groups}
+    assert named | groups == set(main_module._COMMANDS)
+
+
+def test_help_of_serve_has_every_option_with_its_variable_and_default(rabbet: Run) -> None:
+    status, out, _ = rabbet("serve", "--help")
+    assert status == 0
+    for flag in fields().values():
+        assert flag.environment in out or any(
+            other.environment in out for other in flags().values() if other.path == flag.path
+        )
+    for text in (
+        "The HTTP server",
+        "The KV cache",
+        "Which plugins may be used",
+        "--[no-]enforce-eager",
+        "-tp, --tensor-parallel-size",
+        "default 8000, RABBET_PORT",
+    ):
+        assert text in out  # fmt: skip
+
+
+def test_help_can_be_searched(rabbet: Run) -> None:
+    status, out, _ = rabbet("serve", "--help=block")
+    assert status == 0
+    assert "--block-size" in out and "--port" not in out
+    status, _, error = rabbet("serve", "--help=blokc-size")
+    assert status == 2 and "did you mean block-size" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["serve"], 2, "no model was given: rabbet serve MODEL"),
+        (["serve", "m", "--max-modl-len", "3"], 2, "there is no option --max-modl-len; did you mean max-model-len"),
+        (["serve", "m", "--swap-space", "3"], 2, "--swap-space is gone"),
+        (["serve", "m", "--config", "/nowhere/c.yaml"], 2, "/nowhere/c.yaml cannot be read"),
+        (["serve", "m", "-dp", "2"], 2, "tensor parallelism only"),
+        (["bench", "throughput"], 2, "no model was given"),
+        (["bench", "latency", "m", "--max-num-seqs", "x"], 2, "--max-num-seqs is 'x'"),
+        (["plugins", "list", "--kind", "atention"], 2, "did you mean attention"),
+        (["plugins", "list", "--plugins-deny", "nobody-has-this"], 2, "matches no installed plugin"),
+        (["plugins", "info", "nobody-has-this"], 2, "no installed plugin is named"),
+        (["chat", "--url", "http://127.0.0.1:9"], 1, "no server answers at http://127.0.0.1:9/v1"),
+        (["chat", "--url", "http://[", "-q", "x"], 1, "no server answers"),
+        (["complete", "--url", "nonsense", "-q", "x"], 1, "no server answers"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], 1, "no server answers at http://127.0.0.1:9/v1"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_a_status(rabbet: Run, words: list[str], status: int, message: str) -> None:
+    actual, out, error = rabbet(*words)
+    assert actual == status, error
+    assert out == ""
+    assert error.startswith("rabbet: error: ") and message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["frob"],
+        ["chat", "--frob"],
+        ["bench", "throughput", "--input-len", "5:2"],
+        ["bench", "serve", "--num-clients", "0"],
+    ],
+)
+def test_wrong_usage_has_status_2(rabbet: Run, words: list[str]) -> None:
+    assert rabbet(*words)[0] == 2
+
+
+def test_debug_shows_where_it_went_wrong(rabbet: Run) -> None:
+    status, _, error = rabbet("serve", "m", "--frob", "1", "--log-level", "debug")
+    assert status == 2
+    assert "Traceback" in error and error.splitlines()[-1].startswith("rabbet: error: there is no option --frob")
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (KeyError("x"), "KeyError: 'x'; this is a fault of Rabbet or of a plugin: --log-level debug shows where"),
+        (EngineDeadError("the engine ended with status 7"), "the engine ended with status 7"),
+    ],
+)
+def test_faults_are_one_line_too(rabbet: Run, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str) -> None:
+    import rabbet.server.run as run_module
+
+    def serve(engine: Any, server: Any) -> int:
+        raise raised
+
+    monkeypatch.setattr(run_module, "serve", serve)
+    assert rabbet("serve", "m") == (1, "", f"rabbet: error: {message}\n")
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_serve_hands_over_both_configurations_and_passes_the_status_on(
+    rabbet: Run, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    import rabbet.server.run as run_module
+
+    seen: list[Any] = []
+    monkeypatch.setattr(run_module, "serve", lambda engine, server: seen.extend((engine, server)) or status)
+    assert rabbet("serve", "some/model", "--port", "8123", "-tp", "2")[0] == status
+    assert (seen[0].model.model, seen[0].parallel.tensor_parallel_size, seen[1].port) == ("some/model", 2, 8123)
+
+
+def run_child(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rabbet", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["serve", "--help"], ["plugins", "list"], ["bench", "--help"]]
+)
+def test_light_commands_import_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom rabbet.cli.main import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'tokenizers', 'triton'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"]])
+def test_help_takes_less_than_half_a_second_of_one_core(words: list[str]) -> None:
+    # Processor time, not the clock: the machine may be busy with something else.
+    import resource
+
+    def cost() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    spent = []
+    for _ in range(3):
+        before = cost()
+        assert run_child(*words).returncode == 0
+        spent.append(cost() - before)
+    assert min(spent) < 0.5
+
+
+@pytest.mark.parametrize("words", [["serve", "--help"], ["plugins", "list"]])
+def test_a_reader_that_goes_away_is_no_fault(words: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rabbet", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 1
+    assert error == ""
+
+
+def test_collect_env_shows_no_secret(rabbet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RABBET_API_KEY", "hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    status, out, _ = rabbet("collect-env")
+    assert status == 0
+    assert "rabbet-core" in out and "torch" in out and "## Plugins" in out
+    assert "hunter2" not in out
+
+
+# ---- commands of plugins
+
+
+def added() -> typer.Typer:
+    app = typer.Typer()
+
+    @app.command()
+    def polish_wheels(text: str) -> None:
+        typer.echo(f"polished {text}")
+
+    @app.command(name="serve")
+    def usurper() -> None:
+        typer.echo("mine now")
+
+    inner = typer.Typer()
+    inner.command("go")(lambda: typer.echo("went"))
+    app.add_typer(inner, name="tool")
+    app.add_typer(inner, name="bench")
+    return app
+
+
+def test_plugins_add_commands_but_replace_none(caplog: pytest.LogCaptureFixture) -> None:
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command(name="serve")(lambda: typer.echo("ours"))
+    app.add_typer(typer.Typer(), name="bench")
+    with caplog.at_level(logging.WARNING):
+        merge_commands(app, added())
+    runner = CliRunner()
+    assert runner.invoke(app, ["polish-wheels", "it"]).output == "polished it\n"
+    assert runner.invoke(app, ["serve"]).output == "ours\n"
+    assert runner.invoke(app, ["tool", "go"]).exit_code in (0, 2)
+    assert [record.message for record in caplog.records] == [
+        f"a plugin adds the command {name!r}, which there is already; it is left out" for name in ("serve", "bench")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], True), (["--help"], True), (["--version"], False), (["serve", "--help"], False), (["polish"], True), (["plugins", "list"], False)],
+)  # fmt: skip
+def test_plugins_are_asked_for_commands_only_where_one_may_be_meant(words: list[str], expected: bool) -> None:
+    assert main_module._may_mean_a_plugin(words) is expected
