@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -11,39 +12,56 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.metrics.stats import HISTOGRAMS, FrontStats
 
-__all__ = ["render_metrics"]
+__all__ = ["Served", "render_metrics"]
 
 _LABELS = ("model_name", "engine")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+_REJECTIONS = ("queue_full", "starting", "draining", "engine_dead")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What is served, for labels. Empty while the engine starts.
+
+    Attributes:
+        model: First served name.
+        digest: Of the composition.
+        block_size: Tokens a KV block.
+        num_blocks: Blocks of the KV cache.
+    """
+
+    model: str = ""
+    digest: str = ""
+    block_size: int = 0
+    num_blocks: int = 0
 
 
 class _Snapshot(Collector):
-    """All metrics at one moment."""
+    """All metrics at one moment, under one prefix."""
 
-    def __init__(
-        self, prefix: str, labels: tuple[str, ...], front: FrontStats, engine: SchedulerStats | None, digest: str
-    ) -> None:
-        self._prefix, self._labels, self._front, self._engine, self._digest = prefix, labels, front, engine, digest
+    def __init__(self, prefix: str, front: FrontStats, engine: SchedulerStats | None, served: Served) -> None:
+        self._prefix, self._front, self._engine, self._served = prefix, front, engine, served
+        self._labels = (served.model, "0")
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._engine
-        if engine is not None:
-            yield from self._engine_metrics(engine)
-        finished = CounterMetricFamily(
-            f"{self._prefix}:request_success", "Finished requests.", labels=(*_LABELS, "finished_reason")
-        )
-        for reason in _FINISH_REASONS:
-            finished.add_metric((*self._labels, reason), self._front.finished[reason])
-        yield finished
-        yield self._counter("prompt_tokens_cached", "Prompt tokens found in a cache.", self._front.cached_tokens)
-        yield self._counter("unknown_request_fields", "Ignored fields of requests.", self._front.unknown_fields)
+        """Every family."""
+        front = self._front
+        if self._engine is not None:
+            yield from self._engine_metrics(self._engine)
+        yield self._by("request_success", "Finished requests.", "finished_reason", front.finished, _FINISH_REASONS)
+        yield self._by("admission_rejections", "Requests that were not taken.", "reason", front.rejections, _REJECTIONS)
+        yield self._responses()
+        yield self._counter("prompt_tokens_cached", "Prompt tokens found in a cache.", front.cached_tokens)
+        yield self._counter("unknown_request_fields", "Ignored fields of requests.", front.unknown_fields)
         for name, (text, bounds) in HISTOGRAMS.items():
             yield self._histogram(name, text, bounds)
-        info = GaugeMetricFamily(
-            f"{self._prefix}:composition_info", "The composition's digest.", labels=(*_LABELS, "digest")
+        yield self._info("composition_info", "The composition's digest.", digest=self._served.digest)
+        yield self._info(
+            "cache_config_info",
+            "Sizes of the KV cache.",
+            block_size=str(self._served.block_size),
+            num_gpu_blocks=str(self._served.num_blocks),
         )
-        info.add_metric((*self._labels, self._digest), 1)
-        yield info
 
     def _engine_metrics(self, engine: SchedulerStats) -> Iterator[Metric]:
         gauges = (
@@ -73,6 +91,26 @@ class _Snapshot(Collector):
         counter.add_metric(self._labels, value)
         return counter
 
+    def _by(self, name: str, text: str, label: str, counts: dict[str, int], known: Sequence[str]) -> Metric:
+        """A counter over a closed set, zeros included, so that rates begin at the first event."""
+        counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, label))
+        for value in known:
+            counter.add_metric((*self._labels, value), counts.get(value, 0))
+        return counter
+
+    def _responses(self) -> Metric:
+        counter = CounterMetricFamily(
+            f"{self._prefix}:http_responses", "HTTP responses.", labels=(*_LABELS, "route", "status")
+        )
+        for (route, status), count in sorted(self._front.responses.items()):
+            counter.add_metric((*self._labels, route, str(status)), count)
+        return counter
+
+    def _info(self, name: str, text: str, **values: str) -> Metric:
+        gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *values))
+        gauge.add_metric((*self._labels, *values.values()), 1)
+        return gauge
+
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Metric:
         histogram = self._front.histograms[name]
         family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
@@ -84,21 +122,17 @@ class _Snapshot(Collector):
         return family
 
 
-def render_metrics(
-    front: FrontStats, engine: SchedulerStats | None, *, model: str, digest: str, compat: str = "none"
-) -> bytes:
+def render_metrics(front: FrontStats, engine: SchedulerStats | None, served: Served, *, compat: str = "none") -> bytes:
     """Prometheus text.
 
     Args:
         front: The front's counters.
         engine: The engine's newest numbers, if there are any.
-        model: Served model name, for the label.
-        digest: Of the composition.
+        served: What is served.
         compat: ``vllm`` also writes the reference engine's names.
     """
     registry = CollectorRegistry()
-    labels = (model, "0")
-    registry.register(_Snapshot("rabbet", labels, front, engine, digest))
+    registry.register(_Snapshot("rabbet", front, engine, served))
     if compat == "vllm":
-        registry.register(_Snapshot("vllm", labels, front, engine, digest))
+        registry.register(_Snapshot("vllm", front, engine, served))
     return generate_latest(registry)

@@ -1,25 +1,31 @@
-"""Counts what happens to requests, for metrics and for the periodic line. One object a front process."""
+"""Counts what happens to requests. One object a front process, changed in its event loop only."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rabbet.contracts.observability import RequestRecord
-from rabbet.contracts.scheduler import SchedulerStats
 
-__all__ = ["HISTOGRAMS", "FrontStats", "Histogram", "ThroughputWindow"]
+__all__ = ["HISTOGRAMS", "FrontStats", "Histogram"]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_SMALL = (1, 2, 5, 10, 20, 50, 100)
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from arrival to the first token.", _SECONDS),
-    "inter_token_latency_seconds": ("Time between two tokens of an output.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between two tokens of a streamed output.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time a token after the first.", _SECONDS),
     "e2e_request_latency_seconds": ("Time from arrival to the last token.", _SECONDS),
     "request_queue_time_seconds": ("Time from arrival to the first scheduling.", _SECONDS),
+    "request_prefill_time_seconds": ("Time from the first scheduling to the first token.", _SECONDS),
+    "request_decode_time_seconds": ("Time from the first token to the last.", _SECONDS),
+    "request_inference_time_seconds": ("Time from the first scheduling to the last token.", _SECONDS),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
-    "request_generation_tokens": ("Generated tokens of an output.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
+    "request_params_n": ("Outputs that a request asks for.", _SMALL),
+    "request_params_max_tokens": ("Limit on new tokens that a request sets.", _TOKENS),
 }
 """Name to help text and upper bounds of buckets."""
 
@@ -38,66 +44,66 @@ class Histogram:
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float) -> None:
-        """Count one value."""
-        from bisect import bisect_left
-
+        """Count one value; a bucket holds what is at most its bound."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 @dataclass(slots=True)
 class FrontStats:
-    """Everything that the front counts.
+    """Everything that the front counts. Keys are from closed sets: nothing that a client chooses becomes one.
 
     Attributes:
-        finished: Requests by finish reason, a closed set.
-        unknown_fields: Request fields that were ignored, counted in all: names come from clients and are no labels.
-        rejected: Refused requests by HTTP status class.
-        cached_tokens: Prompt tokens that were found in the prefix cache.
+        finished: Requests by finish reason.
+        rejections: Requests that were not taken, by reason.
+        responses: HTTP responses by route template and status.
+        unknown_fields: Request fields that were ignored, in all.
+        cached_tokens: Prompt tokens that were found in a cache.
         histograms: By name.
     """
 
     finished: Counter[str] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=Counter)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     unknown_fields: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram.of(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
     )
 
+    def observe_response(self, route: str, status: int) -> None:
+        """Count an HTTP response."""
+        self.responses[route, status] += 1
+
+    def observe_params(self, n: int, max_tokens: int | None) -> None:
+        """Count what a request asked for."""
+        self.histograms["request_params_n"].observe(n)
+        if max_tokens is not None:
+            self.histograms["request_params_max_tokens"].observe(max_tokens)
+
     def observe_request(self, record: RequestRecord) -> None:
         """Count a finished request."""
         self.finished[record.finish_reason] += 1
         self.cached_tokens += record.num_cached_tokens
-        histograms = self.histograms
-        histograms["e2e_request_latency_seconds"].observe(record.total_s)
-        histograms["request_queue_time_seconds"].observe(record.queued_s)
-        histograms["request_prompt_tokens"].observe(record.num_prompt_tokens)
-        histograms["request_generation_tokens"].observe(record.num_output_tokens)
-        if record.time_to_first_token_s is not None:
-            histograms["time_to_first_token_seconds"].observe(record.time_to_first_token_s)
+        self._observe("e2e_request_latency_seconds", record.total_s)
+        self._observe("request_queue_time_seconds", record.queued_s)
+        self._observe("request_prompt_tokens", record.num_prompt_tokens)
+        self._observe("request_generation_tokens", record.num_output_tokens)
+        first = record.time_to_first_token_s
+        if first is None:
+            return
+        decode = max(record.total_s - first, 0.0)
+        self._observe("time_to_first_token_seconds", first)
+        # The two clocks of engine and front may differ by a hair.
+        self._observe("request_prefill_time_seconds", max(first - record.queued_s, 0.0))
+        self._observe("request_inference_time_seconds", max(record.total_s - record.queued_s, 0.0))
+        self._observe("request_decode_time_seconds", decode)
+        if record.num_output_tokens > 1:
+            self._observe("request_time_per_output_token_seconds", decode / (record.num_output_tokens - 1))
 
     def observe_gap(self, seconds: float, count: int) -> None:
-        """Count the time between two deliveries of ``count`` tokens."""
-        self.histograms["inter_token_latency_seconds"].observe(seconds / max(count, 1))
+        """Count the time between two deliveries, the second one of ``count`` tokens."""
+        self._observe("inter_token_latency_seconds", seconds / max(count, 1))
 
-
-class ThroughputWindow:
-    """Tokens a second between two looks at the engine's counters."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, SchedulerStats]] = deque(maxlen=2)
-
-    def line(self, stats: SchedulerStats) -> str:
-        """The periodic log line."""
-        now = time.monotonic()
-        self._points.append((now, stats))
-        (before, old), (after, new) = self._points[0], self._points[-1]
-        span = max(after - before, 1e-9) if len(self._points) == 2 else 1.0
-        prompt = (new.num_prompt_tokens - old.num_prompt_tokens) / span
-        generated = (new.num_generation_tokens - old.num_generation_tokens) / span
-        hit_rate = 100 * new.prefix_hits / new.prefix_queries if new.prefix_queries else 0.0
-        return (
-            f"prompt {prompt:.1f} tokens/s, generation {generated:.1f} tokens/s, running {new.num_running}, "
-            f"waiting {new.num_waiting}, KV cache {100 * new.kv_usage:.1f}%, prefix cache hits {hit_rate:.1f}%"
-        )
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)

@@ -1,8 +1,9 @@
-"""Puts the HTTP application together: routes, errors, the guard in front, hooks of plugins."""
+"""Puts the HTTP application together: routes, errors, the guard in front."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,7 +20,7 @@ from rabbet.server.body import schema_of
 from rabbet.server.chat import create_chat_completion
 from rabbet.server.completions import create_completion
 from rabbet.server.errors import error_response, from_exception
-from rabbet.server.middleware import Guard
+from rabbet.server.middleware import BODY_LIMIT_S, Guard
 from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from rabbet.server.state import ServerState
 
@@ -28,52 +29,51 @@ __all__ = ["build_app"]
 _STATUS_TEXTS = {404: "there is no such route", 405: "this route does not take that method"}
 
 
-def build_app(state: ServerState) -> FastAPI:
-    """The application for one server."""
-    has_docs = not state.config.disable_fastapi_docs
+def build_app(state: ServerState, *, body_limit_s: float = BODY_LIMIT_S) -> FastAPI:
+    """The application for one server.
+
+    Args:
+        state: What its routes share; its ``llm`` may come later.
+        body_limit_s: Seconds that a request's body may take to arrive.
+    """
+    config = state.config
+    has_docs = not config.disable_fastapi_docs
     app = FastAPI(
         title="Rabbet",
         version=__version__,
         docs_url="/docs" if has_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if has_docs else None,
-        root_path=state.config.root_path,
+        root_path=config.root_path,
         redirect_slashes=False,
     )
     _add_probes(app, state)
     _add_api(app, state)
     _add_error_handlers(app)
-    if state.hooks is not None:
-        state.hooks.call("add_http_routes", app=app, llm=state.llm)
-    if state.config.allowed_origins:
+    if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=state.config.allowed_origins,
-            allow_methods=state.config.allowed_methods,
-            allow_headers=state.config.allowed_headers,
-            allow_credentials=state.config.allow_credentials,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
         )
-    app.add_middleware(
-        Guard,
-        api_keys=state.config.api_key,
-        max_body_bytes=state.config.max_body_bytes,
-        root_path=state.config.root_path,
-        echo_request_id=state.config.enable_request_id_headers,
-    )
+    app.add_middleware(Guard, config=config, on_response=state.stats.observe_response, body_limit_s=body_limit_s)
     return app
 
 
 def _add_probes(app: FastAPI, state: ServerState) -> None:
-    def get(path: str, answer: Callable[[ServerState], Response], methods: tuple[str, ...] = ("GET", "HEAD")) -> None:
+    def get(path: str, answer: Callable[[ServerState], Response], *more: str) -> None:
         async def route() -> Response:
             return answer(state)
 
         route.__doc__ = answer.__doc__
-        app.add_api_route(path, route, methods=list(methods), include_in_schema="GET" in methods, name=path.strip("/"))
+        app.add_api_route(path, route, methods=["GET"], name=path.strip("/"))
+        app.add_api_route(path, route, methods=["HEAD", *more], name=path.strip("/"), include_in_schema=False)
 
     get("/health", routes.health)
     get("/ready", routes.health)
-    get("/ping", routes.health, ("GET", "HEAD", "POST"))
+    get("/ping", routes.health, "POST")
     get("/version", routes.version)
     get("/metrics", routes.metrics)
     get("/v1/models", routes.list_models)
@@ -82,7 +82,10 @@ def _add_probes(app: FastAPI, state: ServerState) -> None:
 def _add_api(app: FastAPI, state: ServerState) -> None:
     def post(path: str, handler: Callable[[Request, ServerState], Awaitable[Response]], model: Any) -> None:
         async def route(request: Request) -> Response:
-            return await _answered(handler(request, state))
+            try:
+                return await handler(request, state)
+            except Exception as error:  # noqa: BLE001  the edge to the client: described, logged, answered
+                return from_exception(error)
 
         route.__doc__ = handler.__doc__
         app.add_api_route(path, route, methods=["POST"], openapi_extra=schema_of(model), name=path.strip("/"))
@@ -98,32 +101,24 @@ def _add_api(app: FastAPI, state: ServerState) -> None:
     post("/detokenize", routes.detokenize, DetokenizeRequest)
 
 
-async def _answered(work: Awaitable[Response]) -> Response:
-    """The response, or the error's; a group of errors from several prompts gives the first."""
-    try:
-        return await work
-    except ExceptionGroup as group:
-        first: BaseException = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        assert isinstance(first, Exception)
-        return from_exception(first)
-
-
 def _add_error_handlers(app: FastAPI) -> None:
-    async def on_rabbet(_request: Request, error: Exception) -> Response:
+    async def on_error(_request: Request, error: Exception) -> Response:
         return from_exception(error)
 
     async def on_http(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = _STATUS_TEXTS.get(error.status_code, str(error.detail))
-        headers = dict(error.headers or {})
-        return error_response(text, status=error.status_code, headers=headers)
+        status, text = error.status_code, str(error.detail)
+        # A plugin's route may say more than the status does; what only names the status gets a sentence.
+        if text == HTTPStatus(status).phrase:
+            text = _STATUS_TEXTS.get(status, text)
+        return error_response(text, status=status, headers=dict(error.headers or {}))
 
-    async def on_validation(_request: Request, _error: Exception) -> Response:
-        return error_response("the request is malformed", status=400)
+    async def on_validation(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        place = [str(item) for item in (error.errors() or [{}])[0].get("loc", ())]
+        return error_response("the request is malformed", status=400, param=place[-1] if place else None)
 
-    app.add_exception_handler(RabbetError, on_rabbet)
+    app.add_exception_handler(RabbetError, on_error)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(Exception, on_rabbet)
+    app.add_exception_handler(Exception, on_error)

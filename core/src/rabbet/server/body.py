@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,33 +9,49 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from rabbet.errors import ClientError, InvalidRequestError
-from rabbet.metrics.stats import FrontStats
 from rabbet.server.errors import from_validation
+from rabbet.server.state import ServerState
 
-__all__ = ["read_body", "schema_of"]
+__all__ = ["body_size", "read_body", "schema_of"]
 
-logger = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=BaseModel)
-_warned: set[str] = set()
-_MAX_WARNED = 64
+_MAX_DEPTH = 128
 
 
 class _UnsupportedMediaType(ClientError):
-    """The content type is not JSON."""
+    """The content type is not JSON, or the body is packed."""
 
     status = 415
 
 
-async def read_body(request: Request, model: type[_Body], stats: FrontStats) -> _Body:
+async def read_body(request: Request, model: type[_Body], state: ServerState) -> _Body:
     """The parsed body.
 
     Raises:
         ClientError: 415 for another content type, 400 for anything that is no such JSON object.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    headers = request.headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise _UnsupportedMediaType("the content type must be application/json", field="Content-Type")
-    raw = await request.body()
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise _UnsupportedMediaType("the body must not be compressed", field="Content-Encoding")
+    data = _decode(await request.body())
+    try:
+        body = model.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    state.note_unknown(getattr(body, "unknown_fields", []))
+    return body
+
+
+def body_size(request: Request) -> int:
+    """Bytes of a body that was read."""
+    # Starlette keeps what ``body`` read.
+    return len(getattr(request, "_body", b""))
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
     try:
         data = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
@@ -45,21 +60,38 @@ async def read_body(request: Request, model: type[_Body], stats: FrontStats) -> 
         raise InvalidRequestError("the body is no valid JSON: nested too deeply, or no UTF-8") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    try:
-        body = model.model_validate(data)
-    except ValidationError as error:
-        raise from_validation(error) from None
-    unknown = getattr(body, "unknown_fields", [])
-    stats.unknown_fields += len(unknown)
-    for name in unknown:
-        if name not in _warned and len(_warned) < _MAX_WARNED:
-            _warned.add(name)
-            logger.warning("the request field %r is not known and ignored", name[:64])
-    return body
+    # Counting brackets is fast, and few brackets cannot nest deeply; only bodies with many are walked through.
+    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH and _is_deeper(data, _MAX_DEPTH):
+        raise InvalidRequestError(f"the body is nested too deeply; the limit is {_MAX_DEPTH} levels")
+    return data
+
+
+def _is_deeper(data: Any, limit: int) -> bool:
+    """Whether containers are nested more than ``limit`` times; level by level, so that depth costs no stack."""
+    level = [data]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for container in level:
+            items = container.values() if isinstance(container, dict) else container
+            inner += [item for item in items if type(item) in (dict, list)]
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI entry of a route whose body is read by hand."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    """The OpenAPI entry of a route whose body is read by hand; nested models are written out in place."""
+    schema = model.model_json_schema()
+    schema = _inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in node.items()}

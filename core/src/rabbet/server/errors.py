@@ -21,7 +21,16 @@ from rabbet.errors import (
     shorten,
 )
 
-__all__ = ["error_body", "error_response", "from_exception", "from_validation", "json_response"]
+__all__ = [
+    "ShuttingDownError",
+    "describe",
+    "error_body",
+    "error_response",
+    "from_exception",
+    "from_validation",
+    "json_response",
+    "model_not_found",
+]
 
 logger = logging.getLogger(__name__)
 _TYPES = {
@@ -30,7 +39,13 @@ _TYPES = {
     429: "overloaded_error", 500: "server_error", 503: "service_unavailable_error",
 }  # fmt: skip
 _encoder = msgspec.json.Encoder()
-_INTERNAL = re.compile(r"0x[0-9a-fA-F]{6,}|/(?:home|usr|root|tmp|opt|var|work)/\S*")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|File \"[^\"]*\"")
+_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+[\w.@+-]*")
+"""A second net under texts that should not hold such things; a client error may show a path that the client sent."""
+
+
+class ShuttingDownError(EngineDeadError):
+    """What running requests get that are cut because the server stops."""
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -40,7 +55,9 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_body(message: str, *, status: int, param: str | None = None, code: str | int | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
-    clean = _INTERNAL.sub("...", message)
+    clean = _ADDRESS.sub("...", message)
+    if status >= 500:
+        clean = _PATH.sub("...", clean)
     return {
         "error": {"message": clean, "type": _TYPES.get(status, "server_error"), "param": param, "code": code or status}
     }
@@ -59,13 +76,17 @@ def error_response(
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers of an exception."""
+    """Status, body and headers of an exception; of a group from several prompts, the first one's."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
     if isinstance(error, ClientError):
         body = error_body(str(error), status=error.status, param=error.field, code=error.code)
         return error.status, body, {}
     if isinstance(error, OverloadedError):
         headers = {"Retry-After": str(error.retry_after_s)}
         return 503, error_body(str(error), status=503, code="overloaded"), headers
+    if isinstance(error, ShuttingDownError):
+        return 503, error_body("the server is shutting down", status=503, code="shutting_down"), {"Retry-After": "10"}
     if isinstance(error, EngineDeadError):
         return 503, error_body("the engine is not available", status=503, code="engine_dead"), {}
     if isinstance(error, RequestFailedError):
@@ -83,17 +104,22 @@ def from_exception(error: Exception) -> Response:
 
 def from_validation(error: ValidationError) -> InvalidRequestError:
     """The first problem of a body, as a client error that names the field."""
-    problem = error.errors(include_url=False)[0]
+    problem = error.errors(include_url=False, include_context=False)[0]
     place = [item for item in problem["loc"] if not (isinstance(item, str) and ("[" in item or item in _PLAIN_TYPES))]
     field = str(place[0]) if place else None
     path = ".".join(str(item) for item in place) or "the body"
-    text = f"{path} is {shorten(problem.get('input'))}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+    text = f"{path} is {shorten(problem.get('input'))}: {_lowered(problem['msg'])}"
     if problem["type"] == "missing":
         text = f"{path} is missing"
     return InvalidRequestError(text, field=field)
 
 
 _PLAIN_TYPES = ("str", "int", "float", "bool")
+
+
+def _lowered(text: str) -> str:
+    text = text.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
 
 
 def model_not_found(name: str, known: tuple[str, ...]) -> ModelNotFoundError:

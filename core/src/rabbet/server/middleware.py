@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rabbet.config.schema import ServerConfig
+from rabbet.errors import ClientError
 from rabbet.server.errors import error_response
+from rabbet.server.protocol import REQUEST_ID
 
-__all__ = ["PUBLIC_PATHS", "Guard"]
+__all__ = ["BODY_LIMIT_S", "PUBLIC_PATHS", "Guard"]
 
-PUBLIC_PATHS = ("/health", "/ping", "/ready", "/version")
-"""What answers without a key; everything else needs one if keys are configured."""
+PUBLIC_PATHS = frozenset(("/health", "/ping", "/ready", "/version"))
+"""What answers without a key: probes, and what a probe may compare. Everything else needs a key if there are any."""
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+BODY_LIMIT_S = 120.0
 _SLASHES = re.compile(r"/{2,}")
 
 
+class _BodyTooLargeError(ClientError):
+    """The body passed the limit."""
+
+    status = 413
+
+
+class _BodyTooSlowError(ClientError):
+    """The body did not arrive in time."""
+
+    status = 408
+
+
 class Guard:
-    """One layer: collapses double slashes, checks the key, bounds the body, names the request."""
+    """One layer: collapses double slashes, checks the key, bounds the body in size and time, names the request."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, root_path: str, echo_request_id: bool
+        self,
+        app: ASGIApp,
+        *,
+        config: ServerConfig,
+        on_response: Callable[[str, int], None],
+        body_limit_s: float = BODY_LIMIT_S,
     ) -> None:
+        """Guard an application.
+
+        Args:
+            app: What comes behind.
+            config: Keys, limits, root path.
+            on_response: Told the route's template and the status of each response.
+            body_limit_s: Seconds that a body may take to arrive.
+        """
         self._app = app
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
-        self._root_path = root_path.rstrip("/")
-        self._echo = echo_request_id
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._max_body_bytes = config.max_body_bytes
+        self._root_path = config.root_path.rstrip("/")
+        self._echoes_id = config.enable_request_id_headers
+        self._has_cors = bool(config.allowed_origins)
+        self._on_response = on_response
+        self._body_limit_s = body_limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
         if scope["type"] == "websocket":
+            # No route speaks it, and a page of any origin may open one.
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
@@ -44,58 +76,41 @@ class Guard:
             return
         scope = dict(scope)
         path = _SLASHES.sub("/", scope["path"])
-        scope["path"] = path.rstrip("/") or "/" if path != "/" else path
+        scope["path"] = path.rstrip("/") or "/"
         scope["raw_path"] = scope["path"].encode("utf-8", "surrogatepass")
-        request_id = self._request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
-        bare = scope["path"].removeprefix(self._root_path) if self._root_path else scope["path"]
-        if self._keys and bare not in PUBLIC_PATHS and scope["method"] != "OPTIONS" and not self._is_allowed(scope):
-            response = error_response(
+        scope.setdefault("state", {})["request_id"] = request_id = _request_id(scope)
+        send = self._noting(scope, send, request_id)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        """The answer to what must not reach the routes."""
+        if self._keys and not self._is_public(scope) and not self._has_key(scope):
+            return error_response(
                 "a valid API key is needed: Authorization: Bearer KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await response(scope, receive, send)
-            return
-        declared = _content_length(scope)
-        if declared is not None and declared > self._max_body_bytes:
-            await self._too_large(scope, receive, send)
-            return
-        await self._bounded(scope, receive, self._with_id(send, request_id))
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if declared.isdigit() and int(declared) > self._max_body_bytes:
+            return error_response(self._too_large(), status=413, headers={"Connection": "close"})
+        return None
 
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app; a body that grows beyond the limit is answered with 413 before the rest is read."""
-        received = 0
-        started = False
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_body_bytes} bytes (--max-body-bytes)"
 
-        async def count() -> Message:
-            nonlocal received
-            message = await receive()
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self._max_body_bytes:
-                    raise _BodyTooLarge
-            return message
+    def _is_public(self, scope: Scope) -> bool:
+        path = scope["path"]
+        if self._root_path and path.startswith(f"{self._root_path}/"):
+            path = path[len(self._root_path) :]
+        # A preflight carries no key, by the rules of CORS.
+        return path in PUBLIC_PATHS or (scope["method"] == "OPTIONS" and self._has_cors)
 
-        async def note(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, count, note)
-        except _BodyTooLarge:
-            if not started:
-                await self._too_large(scope, receive, send)
-
-    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(
-            f"the body is larger than {self._max_body_bytes} bytes", status=413, headers={"Connection": "close"}
-        )
-        await response(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(values) != 1 or values[0][:7].lower() != b"bearer ":
             return False
@@ -103,32 +118,53 @@ class Guard:
         # Every key is compared, so that the time does not tell which one was near.
         return any([hmac.compare_digest(digest, key) for key in self._keys])  # noqa: C419
 
-    @staticmethod
-    def _request_id(scope: Scope) -> str:
-        for name, value in scope["headers"]:
-            if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-                return str(value.decode("ascii"))
-        return secrets.token_hex(16)
+    def _bounded(self, receive: Receive) -> Receive:
+        """Receive a body until it is complete, too large or too slow; after that, without limits."""
+        received = 0
+        is_complete = False
+        deadline = asyncio.get_running_loop().time() + self._body_limit_s
 
-    def _with_id(self, send: Send, request_id: str) -> Send:
-        if not self._echo:
-            return send
+        async def bounded() -> Message:
+            nonlocal received, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _BodyTooSlowError(f"the body took longer than {self._body_limit_s:g} s to arrive") from None
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                is_complete = not message.get("more_body", False)
+                if received > self._max_body_bytes:
+                    raise _BodyTooLargeError(self._too_large())
+            return message
 
-        async def wrapped(message: Message) -> None:
+        return bounded
+
+    def _noting(self, scope: Scope, send: Send, request_id: str) -> Send:
+        """Send, and note the status; with the request's id where the operator wants it."""
+
+        async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers: list[Any] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
+                route = getattr(scope.get("route"), "path", "unmatched")
+                self._on_response(route, message["status"])
+                headers = list(message.get("headers", ()))
+                if self._echoes_id:
+                    headers.append((b"x-request-id", request_id.encode("ascii")))
+                if message["status"] in (408, 413):
+                    # The rest of the body is not worth reading.
+                    headers = [(name, value) for name, value in headers if name.lower() != b"connection"]
+                    headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
             await send(message)
 
-        return wrapped
+        return noting
 
 
-class _BodyTooLarge(Exception):
-    """The body passed the limit while it was read."""
-
-
-def _content_length(scope: Scope) -> int | None:
+def _request_id(scope: Scope) -> str:
+    """The client's name for the request if it is harmless, else one of ours. It is never a key of anything."""
     for name, value in scope["headers"]:
-        if name == b"content-length":
-            return int(value) if value.isdigit() else None
-    return None
+        if name == b"x-request-id" and REQUEST_ID.fullmatch(text := value.decode("latin-1")):
+            return str(text)
+    return secrets.token_hex(16)

@@ -5,17 +5,24 @@ Types are strict: ``"2"`` is no number. Ranges that are about sampling are check
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = [
+    "REQUEST_ID",
     "ChatCompletionRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "SamplingRequest",
     "StreamOptions",
     "TokenizeRequest",
 ]
+
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""What a client may call its request: nothing that could forge a line of a log."""
 
 
 class _Body(BaseModel):
@@ -41,7 +48,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class _Sampling(_Body):
+class SamplingRequest(_Body):
     """Fields that completions and chat share."""
 
     model: str | None = None
@@ -70,18 +77,27 @@ class _Sampling(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None
-    user: str | None = None
+    user: Any = None
     request_id: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
+    @field_validator("request_id")
+    @classmethod
+    def _check_request_id(cls, value: str | None) -> str | None:
+        if value is not None and not REQUEST_ID.fullmatch(value):
+            raise ValueError("must be 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+        return value
 
-class CompletionRequest(_Sampling):
+
+class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
     prompt: str | list[Any] | None = None
@@ -93,7 +109,7 @@ class CompletionRequest(_Sampling):
     add_special_tokens: bool = True
 
 
-class ChatCompletionRequest(_Sampling):
+class ChatCompletionRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -107,7 +123,7 @@ class ChatCompletionRequest(_Sampling):
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | dict[str, Any] | None = None
@@ -133,8 +149,3 @@ class DetokenizeRequest(_Body):
 
     model: str | None = None
     tokens: list[int]
-
-
-ErrorType = Literal[
-    "invalid_request_error", "authentication_error", "not_found_error", "server_error", "overloaded_error"
-]

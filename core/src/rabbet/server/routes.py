@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from rabbet import __version__
 from rabbet.errors import InvalidRequestError, RabbetError
-from rabbet.metrics.prometheus import render_metrics
-from rabbet.server.body import read_body
-from rabbet.server.chat import template_options
+from rabbet.front.async_llm import AsyncLLM
+from rabbet.metrics.prometheus import Served, render_metrics
+from rabbet.server.body import body_size, read_body
+from rabbet.server.chat import chat_prompt
 from rabbet.server.errors import error_response, json_response, model_not_found
 from rabbet.server.protocol import DetokenizeRequest, TokenizeRequest
 from rabbet.server.state import ServerState
@@ -23,10 +24,12 @@ _MAX_TOKENS = 1 << 20
 
 def health(state: ServerState) -> Response:
     """200 while the engine's loop is alive and requests are taken; 503 while starting, draining or dead."""
-    if state.llm is None:
-        return error_response("the server is starting", status=503, code="starting", headers={"Retry-After": "2"})
+    if state.is_dead:
+        return error_response("the engine is not available", status=503, code="engine_dead")
     if state.is_draining:
         return error_response("the server is shutting down", status=503, code="draining")
+    if state.llm is None:
+        return error_response("the server is starting", status=503, code="starting", headers={"Retry-After": "2"})
     try:
         state.llm.check_health()
     except RabbetError as error:
@@ -41,13 +44,13 @@ def version(state: ServerState) -> Response:
 
 
 def list_models(state: ServerState) -> Response:
-    """``GET /v1/models``."""
+    """Every name that a request may use."""
     names = state.engine().model_info.names
     return json_response({"object": "list", "data": [_model(state, name) for name in names]})
 
 
 def show_model(state: ServerState, name: str) -> Response:
-    """``GET /v1/models/NAME``."""
+    """One model."""
     names = state.engine().model_info.names
     if name not in names:
         raise model_not_found(name, names)
@@ -69,43 +72,45 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def metrics(state: ServerState) -> Response:
-    """``GET /metrics``."""
+    """Counters, gauges and histograms as Prometheus reads them."""
     llm = state.llm
+    served = Served()
+    if llm is not None:
+        info = llm.model_info
+        served = Served(model=info.names[0], digest=info.digest, block_size=info.block_size, num_blocks=info.num_blocks)
     text = render_metrics(
-        state.stats,
-        llm.stats() if llm is not None else None,
-        model=llm.model_info.names[0] if llm is not None else "",
-        digest=llm.model_info.digest if llm is not None else "",
-        compat=state.config.metrics_compat,
+        state.stats, llm.stats() if llm is not None else None, served, compat=state.config.metrics_compat
     )
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def tokenize(request: Request, state: ServerState) -> Response:
-    """``POST /tokenize``: the ids that the engine would see."""
-    body = await read_body(request, TokenizeRequest, state.stats)
+    """The ids that the engine would see of a prompt or of messages."""
+    body = await read_body(request, TokenizeRequest, state)
     llm = state.engine()
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", field="prompt")
     if llm.tokenizer is None:
         raise InvalidRequestError("the tokenizer is off", field="prompt")
-    if body.messages is not None:
-        text = llm.render_chat(body.messages, **template_options(state, body))
-        add_special = bool(body.add_special_tokens)
-    else:
-        text = body.prompt or ""
-        add_special = body.add_special_tokens is not False
-    ids = llm.tokenizer.encode(text, add_special_tokens=add_special)
+    ids = await state.off_loop(body_size(request), lambda: _ids(body, state, llm))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": llm.model_info.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [llm.tokenizer.token(token_id) for token_id in ids]
     return json_response(answer)
 
 
+def _ids(body: TokenizeRequest, state: ServerState, llm: AsyncLLM) -> list[int]:
+    if body.messages is not None:
+        return chat_prompt(body, state, llm).token_ids
+    assert llm.tokenizer is not None, "checked before"
+    # Not by the processor: counting the tokens of a text that is too long, or empty, is a use of this route.
+    return llm.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+
+
 async def detokenize(request: Request, state: ServerState) -> Response:
-    """``POST /detokenize``: the text of ids."""
-    body = await read_body(request, DetokenizeRequest, state.stats)
+    """The text of ids."""
+    body = await read_body(request, DetokenizeRequest, state)
     llm = state.engine()
     state.check_model(body.model)
     if llm.tokenizer is None:
@@ -118,4 +123,5 @@ async def detokenize(request: Request, state: ServerState) -> Response:
             raise InvalidRequestError(
                 f"tokens holds {token_id}; ids go from 0 to {limit - 1}", field="tokens", value=token_id
             )
-    return json_response({"prompt": llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})

@@ -7,12 +7,13 @@ engine died.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from socket import socket
 
 import uvicorn
 
@@ -20,9 +21,13 @@ from rabbet.config.resolve import policy_of
 from rabbet.config.schema import EngineConfig, ServerConfig
 from rabbet.errors import ConfigError, EngineDeadError, PluginError, RabbetError
 from rabbet.front.async_llm import AsyncLLM
-from rabbet.metrics.stats import ThroughputWindow
+from rabbet.metrics.log import ThroughputLine
 from rabbet.registry import Catalog, HookBus
 from rabbet.server.app import build_app
+from rabbet.server.choices import parsers_of, stat_loggers_of
+from rabbet.server.connection import Connection
+from rabbet.server.errors import ShuttingDownError
+from rabbet.server.listen import address_of, bind, release, url_of
 from rabbet.server.state import ServerState
 
 __all__ = ["EXIT_CONFIG", "EXIT_ENGINE_DEAD", "EXIT_FAILED", "serve"]
@@ -31,21 +36,23 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_ENGINE_DEAD = 3
 _DRAIN_POLL_S = 0.05
+_CLOSE_LIMIT_S = 5.0
 _MAX_HEADER_BYTES = 64 << 10
+_STATS_INTERVAL_S = 1.0
 logger = logging.getLogger(__name__)
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
     """Run until a signal or the engine's death; returns the exit status."""
     try:
-        _prepare(server)
-        listener = _bind(server)
+        _read_template(server)
+        listener = bind(server)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_CONFIG
     except OSError as error:
-        where = server.uds or f"{server.host or '0.0.0.0'}:{server.port}"
-        logger.error("cannot listen on %s: %s; choose another --port", where, error.strerror)
+        option = "--uds" if server.uds else "--port"
+        logger.error("cannot listen on %s: %s; choose another %s", address_of(server), error.strerror or error, option)
         return EXIT_FAILED
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -54,12 +61,10 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
         logger.error("%s", error)
         return EXIT_CONFIG
     finally:
-        listener.close()
-        if server.uds:
-            Path(server.uds).unlink(missing_ok=True)
+        release(server, listener)
 
 
-async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
+async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket) -> int:
     """Made inside the loop, which the server's event belongs to."""
     return await _Server(engine, server, listener).run()
 
@@ -72,106 +77,103 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _prepare(server: ServerConfig) -> None:
+def _read_template(server: ServerConfig) -> None:
     """Read a chat template file, so that a wrong path is an error of the start."""
     template = server.chat_template
     if template is not None and "{" not in template:
         try:
             server.chat_template = Path(template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--chat-template {template} cannot be read: {error.strerror}", field="chat_template"
-            ) from error
-
-
-def _bind(server: ServerConfig) -> socket.socket:
-    if server.uds:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        Path(server.uds).unlink(missing_ok=True)
-        listener.bind(server.uds)
-        Path(server.uds).chmod(0o600)
-    else:
-        host = server.host or "0.0.0.0"
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, server.port))
-    listener.listen(2048)
-    return listener
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            raise ConfigError(f"--chat-template {template} cannot be read: {reason}", field="chat_template") from error
 
 
 class _Server:
     """One run."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> None:
+    def __init__(self, engine: EngineConfig, server: ServerConfig, listener: socket) -> None:
         self._engine_config = engine
         self._config = server
+        self._url = url_of(server, listener)
         self._listener = listener
         policy = policy_of(engine)
-        self._hooks = HookBus.load(Catalog.scan(policy), policy)
-        self._state = ServerState(server, hooks=self._hooks)
+        catalog = Catalog.scan(policy)
+        self._hooks = HookBus.load(catalog, policy)
+        self._state = ServerState(
+            server,
+            hooks=self._hooks,
+            parsers=parsers_of(server, catalog),
+            stat_loggers=stat_loggers_of(engine, catalog),
+        )
+        self._app = build_app(self._state)
+        self._http = self._http_server()
         self._stop = asyncio.Event()
         self._signals = 0
         self._death: EngineDeadError | None = None
 
     async def run(self) -> int:
         """Serve probes at once, requests when the engine is ready, nothing after a signal."""
-        http = self._http_server()
-        self._install_signals()
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
-        stopping = asyncio.create_task(self._stop.wait())
-        starting = asyncio.create_task(self._start_engine())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         status = 0
         try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                reporter = asyncio.create_task(self._report())
-                await stopping
-                reporter.cancel()
-            else:
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+            await self._until_stopped()
         except RabbetError as error:
-            logger.error("%s", error)
             logger.debug("the engine did not start", exc_info=error)
+            logger.error("%s", error)
             status = EXIT_CONFIG if isinstance(error, ConfigError | PluginError) else EXIT_FAILED
         finally:
             await self._drain()
-            http.should_exit = True
-            http.force_exit = self._signals > 1
+            self._http.should_exit = True
             await serving
-            stopping.cancel()
             if self._state.llm is not None:
                 await self._state.llm.shutdown()
             self._hooks.call("on_shutdown")
+            for listener in self._state.stat_loggers:
+                listener.close()
         if self._death is not None:
             logger.error("the engine died: %s", self._death)
             return EXIT_ENGINE_DEAD
         return status
 
+    async def _until_stopped(self) -> None:
+        """Start the engine and wait for a signal or its death; a signal also ends the start."""
+        stopping = asyncio.create_task(self._stop.wait())
+        starting = asyncio.create_task(self._start_engine())
+        background: list[asyncio.Task[None]] = []
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                background = [asyncio.create_task(self._report()), asyncio.create_task(self._feed_stat_loggers())]
+                await stopping
+        finally:
+            tasks = (starting, stopping, *background)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def _http_server(self) -> uvicorn.Server:
         config = uvicorn.Config(
-            build_app(self._state),
+            self._app,
             log_config=None,
             access_log=not self._config.disable_access_log and self._config.log_level == "debug",
             lifespan="off",
+            http=Connection,
+            ws="none",
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            http="h11",
             ssl_keyfile=self._config.ssl_keyfile,
             ssl_certfile=self._config.ssl_certfile,
             server_header=False,
             timeout_keep_alive=30,
+            # A client that does not read its answer must not keep us from ending.
+            timeout_graceful_shutdown=int(_CLOSE_LIMIT_S),
         )
         server = uvicorn.Server(config)
         # Signals are ours: uvicorn would stop before the running requests have ended.
-        server.capture_signals = _no_signals  # type: ignore[method-assign]
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         return server
-
-    def _install_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -179,6 +181,8 @@ class _Server:
         self._stop.set()
         if self._signals == 1:
             logger.info("stopping: no new requests; %d run (a second signal ends them at once)", self._state.running)
+        else:
+            self._http.force_exit = True
 
     async def _start_engine(self) -> None:
         started = time.monotonic()
@@ -192,64 +196,56 @@ class _Server:
             llm.chat_template = self._config.chat_template
         llm.on_engine_death = self._on_death
         self._state.llm = llm
+        self._hooks.call("add_http_routes", app=self._app, llm=llm)
         self._hooks.call("on_engine_ready", config=self._engine_config)
         info = llm.model_info
         logger.info(
             "ready at %s after %.1f s: model %s, %s, context %d tokens, %.1f requests of that length at once, docs at "
-            "%s/docs, composition %s",
-            self._url(),
+            "%s, composition %s",
+            self._url,
             time.monotonic() - started,
             ", ".join(info.names),
             info.dtype,
             info.max_model_len,
             info.max_concurrency,
-            self._url(),
+            "no address" if self._config.disable_fastapi_docs else f"{self._url}/docs",
             info.digest[:12],
         )
 
-    def _url(self) -> str:
-        if self._config.uds:
-            return f"unix:{self._config.uds}"
-        host, port = self._listener.getsockname()[:2]
-        scheme = "https" if self._config.ssl_certfile else "http"
-        return f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}{self._config.root_path}"
-
     def _on_death(self, error: EngineDeadError) -> None:
         self._death = error
-        self._state.is_draining = True
+        self._state.is_dead = True
         self._stop.set()
 
     async def _drain(self) -> None:
         """Wait for running requests, at most ``--shutdown-timeout`` seconds; a second signal ends the wait."""
         self._state.is_draining = True
-        if self._death is not None:
-            # Let the errors reach the clients.
-            deadline = time.monotonic() + 1.0
-        else:
-            deadline = time.monotonic() + self._engine_config.shutdown_timeout
-        while self._state.running and time.monotonic() < deadline and self._signals < 2:
-            await asyncio.sleep(_DRAIN_POLL_S)
+        limit_s = self._engine_config.shutdown_timeout if self._death is None else 0.0
+        await self._wait_for_requests(limit_s)
         if self._state.llm is not None and self._state.running and self._death is None:
-            self._state.llm.on_death(EngineDeadError("the server is shutting down"))
-            await asyncio.sleep(_DRAIN_POLL_S)
+            self._state.llm.on_death(ShuttingDownError("the server is shutting down"))
+        # The errors have to reach the clients.
+        await self._wait_for_requests(1.0)
+
+    async def _wait_for_requests(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while self._state.running and time.monotonic() < deadline and self._signals < 2:
+            await asyncio.sleep(min(_DRAIN_POLL_S, limit_s))
 
     async def _report(self) -> None:
         """The periodic line, while there is something to say."""
         observability = self._engine_config.observability
-        window, is_quiet = ThroughputWindow(), False
+        throughput = ThroughputLine(time.monotonic())
         while not observability.disable_log_stats:
             await asyncio.sleep(observability.log_stats_interval_s)
             stats = self._state.llm.stats() if self._state.llm is not None else None
-            if stats is None:
-                continue
-            line = window.line(stats)
-            is_idle = stats.num_running == 0 and stats.num_waiting == 0
-            if not (is_idle and is_quiet):
+            line = throughput.line(stats, time.monotonic()) if stats is not None else None
+            if line is not None:
                 logger.info("%s", line)
-            is_quiet = is_idle
 
-
-def _no_signals() -> object:
-    from contextlib import nullcontext
-
-    return nullcontext()
+    async def _feed_stat_loggers(self) -> None:
+        while self._state.stat_loggers:
+            await asyncio.sleep(_STATS_INTERVAL_S)
+            stats = self._state.llm.stats() if self._state.llm is not None else None
+            if stats is not None:
+                self._state.tell(lambda listener, stats=stats: listener.on_stats(stats))  # type: ignore[misc]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rabbet.config.schema import ServerConfig
 from rabbet.errors import InvalidRequestError, shorten
-from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, _Sampling
-from rabbet.types.sampling import OutputKind, RepetitionDetection, SamplingParams
+from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from rabbet.server.state import ServerState
+from rabbet.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutputsParams
 
 __all__ = ["chat_sampling", "completion_sampling"]
 
@@ -23,10 +23,10 @@ _COMPLETIONS_MAX_TOKENS = 16
 
 
 def completion_sampling(
-    body: CompletionRequest, defaults: Mapping[str, Any], limits: ServerConfig, *, is_echo_only: bool
+    body: CompletionRequest, defaults: Mapping[str, Any], state: ServerState, *, is_echo_only: bool
 ) -> SamplingParams:
     """Parameters of a completions request. OpenAI's default of 16 tokens stands before the model's."""
-    values = _common(body, defaults, limits)
+    values = _common(body, defaults, state)
     values["max_tokens"] = _COMPLETIONS_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if is_echo_only:
         values["max_tokens"] = 1
@@ -36,9 +36,9 @@ def completion_sampling(
     return _build(values, body)
 
 
-def chat_sampling(body: ChatCompletionRequest, defaults: Mapping[str, Any], limits: ServerConfig) -> SamplingParams:
+def chat_sampling(body: ChatCompletionRequest, defaults: Mapping[str, Any], state: ServerState) -> SamplingParams:
     """Parameters of a chat request. Without a limit the answer may fill the context."""
-    values = _common(body, defaults, limits)
+    values = _common(body, defaults, state)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     values["max_tokens"] = asked if asked is not None else defaults.get("max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
@@ -54,13 +54,14 @@ def chat_sampling(body: ChatCompletionRequest, defaults: Mapping[str, Any], limi
     return _build(values, body, rename={"logprobs": "top_logprobs"})
 
 
-def _common(body: _Sampling, defaults: Mapping[str, Any], limits: ServerConfig) -> dict[str, Any]:
+def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
+    limits = state.config
     values = {key: value for key, value in defaults.items() if key != "max_tokens"}
     given = body.model_fields_set
     values |= {key: getattr(body, key) for key in _COPIED if key in given and getattr(body, key) is not None}
     if body.n > limits.max_n:
         raise InvalidRequestError(f"n is {body.n}, the limit is {limits.max_n} (--max-n)", field="n", value=body.n)
-    values["stop"] = _stops(body.stop, limits)
+    values["stop"] = _stops(body.stop, limits.max_stop)
     for name in ("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"):
         size = len(getattr(body, name) or ())
         if size > _MAX_LIST and name != "allowed_token_ids":
@@ -69,13 +70,7 @@ def _common(body: _Sampling, defaults: Mapping[str, Any], limits: ServerConfig) 
         values["logit_bias"] = body.logit_bias
     if body.repetition_detection is not None:
         values["repetition_detection"] = _repetition(body.repetition_detection)
-    for name in ("response_format", "structured_outputs"):
-        value = getattr(body, name)
-        if value and not (name == "response_format" and value.get("type") == "text"):
-            raise InvalidRequestError(
-                f"{name} needs a grammar plugin, and none is installed; see: rabbet plugins list --kind grammar",
-                field=name,
-            )
+    values["structured_outputs"] = _structure(body, state.has_grammar)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
     values["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
@@ -84,11 +79,60 @@ def _common(body: _Sampling, defaults: Mapping[str, Any], limits: ServerConfig) 
     return values
 
 
-def _stops(stop: str | list[str] | None, limits: ServerConfig) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
-    if len(stops) > limits.max_stop:
+def _structure(body: SamplingRequest, has_grammar: bool) -> StructuredOutputsParams | None:
+    """The shape that the answer must have.
+
+    Raises:
+        InvalidRequestError: If the shape is none, or asked for twice, or no grammar plugin is in use.
+    """
+    form, direct = body.response_format, body.structured_outputs
+    if form is not None and form.get("type") not in ("text", "json_object", "json_schema"):
         raise InvalidRequestError(
-            f"stop has {len(stops)} entries, the limit is {limits.max_stop} (--max-stop)",
+            f"response_format.type is {shorten(form.get('type'))}, but must be text, json_object or json_schema",
+            field="response_format",
+        )
+    names = [
+        name for name, given in (("response_format", _is_shape(form)), ("structured_outputs", bool(direct))) if given
+    ]
+    if not names:
+        return None
+    if len(names) == 2:
+        raise InvalidRequestError("response_format and structured_outputs exclude each other", field="response_format")
+    if not has_grammar:
+        raise InvalidRequestError(
+            f"{names[0]} needs a grammar plugin, and none is in use; see: rabbet plugins list --kind grammar",
+            field=names[0],
+        )
+    if form is None or not _is_shape(form):
+        return _structured_outputs(direct or {})
+    if form["type"] == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    wrapper = form.get("json_schema")
+    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError("response_format.json_schema.schema is missing", field="response_format")
+    return StructuredOutputsParams(json=schema)
+
+
+def _is_shape(form: Mapping[str, Any] | None) -> bool:
+    return form is not None and form.get("type") != "text"
+
+
+def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**{key: value for key, value in given.items() if value is not None})
+    except TypeError as error:
+        known = ", ".join(StructuredOutputsParams.__dataclass_fields__)
+        raise InvalidRequestError(
+            f"structured_outputs holds an unknown key; known are {known}", field="structured_outputs"
+        ) from error
+
+
+def _stops(stop: str | list[str] | None, max_stop: int) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    if len(stops) > max_stop:
+        raise InvalidRequestError(
+            f"stop has {len(stops)} entries, the limit is {max_stop} (--max-stop)",
             field="stop",
             value=len(stops),
         )
@@ -109,7 +153,7 @@ def _repetition(value: Mapping[str, int]) -> RepetitionDetection:
         ) from error
 
 
-def _build(values: dict[str, Any], body: _Sampling, rename: Mapping[str, str] | None = None) -> SamplingParams:
+def _build(values: dict[str, Any], body: SamplingRequest, rename: Mapping[str, str] | None = None) -> SamplingParams:
     try:
         return SamplingParams(**values)
     except InvalidRequestError as error:
