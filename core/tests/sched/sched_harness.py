@@ -120,9 +120,7 @@ class FakeConnector(ConnectorScheduler):
     def on_result(self, result: KVTransferResult) -> None:
         self.num_failures += sum(1 for blocks in result.failed_block_ids.values() if any(blocks))
 
-    def on_finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         if self.raises and self.rng.random() < 0.1:
             raise RuntimeError("too late")
         self.ended.append(request.request_id)
@@ -165,9 +163,7 @@ class FakeRunner:
                 if self.num_drafts:
                     drafts[request_id] = self._propose(request_id)
         transfer = self._finish_transfers(started) if plan.kv_transfer is not None else None
-        return StepResult(
-            step_id=plan.step_id, sampled_token_ids=sampled, draft_token_ids=drafts, kv_transfer=transfer
-        )
+        return StepResult(step_id=plan.step_id, sampled_token_ids=sampled, draft_token_ids=drafts, kv_transfer=transfer)
 
     def _take_rows(self, plan: StepPlan) -> dict[str, int]:
         for request_id in plan.finished_request_ids:
@@ -367,7 +363,9 @@ class Loop:
         raise AssertionError(f"unfinished after {max_turns} turns: {self.scheduler.request_ids()}")
 
 
-def make_loop(policy: str = "fcfs", *, num_drafts: int = 0, seed: int = 0, **options: Any) -> tuple[Loop, BlockKVManager]:
+def make_loop(
+    policy: str = "fcfs", *, num_drafts: int = 0, seed: int = 0, **options: Any
+) -> tuple[Loop, BlockKVManager]:
     """A loop over a new scheduler and the fake runner."""
     scheduler, kv = make_scheduler(policy, num_speculative_tokens=num_drafts, **options)
     context = scheduler.context

@@ -121,6 +121,8 @@ class BlockKVManager(KVManager):
                              |--- window ----|
         """
         needed = -(-(window - 1) // self._block_size)
+        if needed == 0:
+            return [NULL_BLOCK_ID] * len(hashes)
         run: list[int] = []
         for index in range(len(hashes) - 1, -1, -1):
             block_id = self._pool.find(group_key(hashes[index], group.group_id))

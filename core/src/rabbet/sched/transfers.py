@@ -96,7 +96,6 @@ class Transfers:
     def wait_for(self, entry: Entry, num_tokens: int) -> None:
         """An asynchronous load was announced; afterwards ``num_tokens`` are in the cache."""
         entry.num_loaded_tokens = num_tokens
-        entry.has_failed_load = False
         entry.request.status = RequestStatus.WAITING_FOR_REMOTE_KV
         self._loading[entry.request.request_id] = entry
 
