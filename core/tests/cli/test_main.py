@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,6 +233,33 @@ def test_plugins_add_commands_but_replace_none(caplog: pytest.LogCaptureFixture)
     assert [record.message for record in caplog.records] == [
         f"a plugin adds the command {name!r}, which there is already; it is left out" for name in ("serve", "bench")
     ]
+
+
+HOOKS = """
+from rabbet.contracts.hooks import Hooks, hookimpl
+from rabbet.contracts.registration import register_hooks
+
+
+@register_hooks("polish")
+class Polish(Hooks):
+    @hookimpl
+    def add_cli_commands(self, app):
+        @app.command()
+        def polish(text: str) -> None:
+            print("polished", text)
+"""
+
+
+def test_a_command_of_a_hook_plugin_runs_if_the_operator_allows_it(tmp_path: Path) -> None:
+    (tmp_path / "polish.py").write_text(HOOKS)
+    environment = {"RABBET_PLUGIN": str(tmp_path / "polish.py"), "RABBET_PLUGINS_ALLOW": "hooks/polish"}
+    done = run_child("polish", "wheels", **environment)
+    assert (done.returncode, done.stdout) == (0, "polished wheels\n"), done.stderr
+    assert "polish" in run_child("--help", **environment).stdout
+    denied = run_child(
+        "polish", "wheels", RABBET_PLUGIN=environment["RABBET_PLUGIN"], RABBET_PLUGINS_DENY="hooks/polish"
+    )
+    assert denied.returncode == 2 and "polished" not in denied.stdout
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,44 @@ def test_keys_of_plugins_keep_their_spelling_and_types() -> None:
     }  # fmt: skip
 
 
+def test_row_1_there_is_one_engine_and_no_switch() -> None:
+    with pytest.raises(RemovedOptionError, match="there is one engine"):
+        parse("--use-v1")
+    assert parse("", {"VLLM_USE_V1": "0", "VLLM_PLUGINS": "x"}) == parse("")
+
+
+def test_row_6_processors_of_logits_belong_to_the_engine() -> None:
+    with pytest.raises(RemovedOptionError, match="plugins of the kind logits_processor"):
+        parse("--logits-processor-pattern .*")
+
+
+@pytest.mark.parametrize(
+    "text", ["--nnodes 2", "--node-rank=1", "--data-parallel-rank 0", "--master-addr x", "--headless"]
+)
+def test_rows_43_and_44_several_nodes_are_refused_until_they_exist(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not possible in this release; leave it out"):
+        parse(text)
+
+
+def test_rows_15_and_48_a_connector_has_a_role_and_a_policy_for_failures() -> None:
+    with pytest.raises(ConfigError, match="needs kv_role: kv_producer, kv_consumer or kv_both"):
+        parse("--kv-transfer-config.kv_connector x")
+    base = "--kv-transfer-config.kv_connector x --kv-transfer-config.kv_role kv_both"
+    text = f"{base} --kv-transfer-config.kv_load_failure_policy recompute --kv-transfer-config.kv_connector_extra_config.size 1.5G"
+    transfer = parse(text)[0].kv_transfer
+    assert transfer is not None and transfer.kv_load_failure_policy == "recompute"
+    assert transfer.kv_connector_extra_config == {"size": 3 << 29}
+    with pytest.raises(ConfigError, match="kv_load_failure_policy is 'retry'.*'fail' or 'recompute'"):
+        parse(f"{base} --kv-transfer-config.kv_load_failure_policy retry")
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram", "mtp", "draft_model", "custom_class", "acme"])
+def test_row_53_methods_are_open_names(method: str) -> None:
+    speculative = parse(f"--spec-method {method} --spec-model a.b.C --spec-tokens 4")[0].speculative
+    assert speculative is not None
+    assert (speculative.method, speculative.model, speculative.num_speculative_tokens) == (method, "a.b.C", 4)
+
+
 @pytest.mark.parametrize("level", range(4))
 def test_row_29_levels_of_optimisation(level: int) -> None:
     for text in (f"-O{level}", f"-O {level}", f"-O={level}", f"--optimization-level {level}"):
@@ -287,6 +325,11 @@ def test_row_28_auto_is_a_name_for_no_choice() -> None:
 
 
 # ---- keywords
+
+
+def test_keywords_take_paths(tmp_path: Path) -> None:
+    config = engine_config_from_kwargs(tmp_path, tokenizer=tmp_path / "t")  # type: ignore[arg-type]
+    assert (config.model.model, config.model.tokenizer) == (str(tmp_path), str(tmp_path / "t"))
 
 
 def test_keywords_take_sections_none_and_text() -> None:

@@ -18,17 +18,17 @@ def add_plugin_commands(app: typer.Typer) -> None:
     Raises:
         PluginPolicyError: If a rule of the environment matches nothing that is installed.
     """
-    from rabbet.registry.catalog import Catalog
-
-    if not Catalog.scan().names("hooks"):
-        return
     from rabbet.config.load import parse_configs
     from rabbet.config.resolve import policy_of
+    from rabbet.registry.catalog import Catalog
     from rabbet.registry.hooks import HookBus
 
     policy = policy_of(parse_configs([])[0])
+    catalog = Catalog.scan(policy)
+    if not catalog.names("hooks"):
+        return
     added = typer.Typer()
-    HookBus.load(Catalog.scan(policy), policy).call("add_cli_commands", app=added)
+    HookBus.load(catalog, policy).call("add_cli_commands", app=added)
     merge_commands(app, added)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from rabbet.config.schema import EngineConfig
 from rabbet.contracts.platform import BatchDefaults
-from rabbet.errors import ConfigError
+from rabbet.errors import ConfigError, shorten
 
 __all__ = ["Budgets", "derived_max_model_len", "resolve_budgets"]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _UNKNOWN_LENGTH = 2048
+_MAX_LENGTH = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,25 +30,36 @@ class Budgets:
     notes: tuple[str, ...]
 
 
-def derived_max_model_len(hf: Mapping[str, Any]) -> int:
-    """The context that the model was made for.
+def derived_max_model_len(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """The context that the model was made for, and the longest that its rotary scaling reaches.
 
-    ``max_position_embeddings`` already holds the extended length for dynamic, yarn and llama3 scaling; with linear
-    scaling and an ``original_max_position_embeddings`` for yarn it is the smaller one, times the factor.
+    ``max_position_embeddings`` already holds the extended length for yarn and llama3 scaling; with linear scaling it is
+    the original one, and with an ``original_max_position_embeddings`` for yarn it may be. Dynamic scaling changes the
+    angles for short prompts too, once a longer context is served: so that is for the user to ask for.
+
+    Raises:
+        ConfigError: If config.json holds something else than a length.
     """
-    lengths = [int(hf[key]) for key in _LENGTH_KEYS if hf.get(key)]
-    if not lengths:
-        return _UNKNOWN_LENGTH
-    length = min(lengths)
+    lengths = [_number(hf, key) for key in _LENGTH_KEYS if hf.get(key) is not None]
+    length = int(min(lengths)) if lengths else _UNKNOWN_LENGTH
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: rope_parameters is {shorten(rope)}, but must be an object", field="model")
     kind = rope.get("rope_type") or rope.get("type")
-    original = rope.get("original_max_position_embeddings")
-    factor = float(rope.get("factor") or 1.0)
-    if kind == "yarn" and original:
-        return max(length, int(int(original) * factor))
-    if kind == "linear":
-        return int(length * factor)
-    return length
+    factor = _number(rope, "factor") if rope.get("factor") else 1.0
+    if kind == "yarn" and rope.get("original_max_position_embeddings"):
+        length = max(length, int(_number(rope, "original_max_position_embeddings") * factor))
+    elif kind == "linear":
+        length = int(length * factor)
+    return length, int(length * max(factor, 1.0)) if kind == "dynamic" else length
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    """A positive number of config.json, which anybody may have written."""
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_LENGTH:
+        raise ConfigError(f"config.json: {key} is {shorten(value)}, but must be a positive number", field="model")
+    return value
 
 
 def resolve_budgets(config: EngineConfig, hf: Mapping[str, Any], defaults: BatchDefaults) -> Budgets:
@@ -57,7 +69,7 @@ def resolve_budgets(config: EngineConfig, hf: Mapping[str, Any], defaults: Batch
         ConfigError: Naming the option, its value and what would be possible.
     """
     notes: list[str] = []
-    length, is_auto = _max_model_len(config, derived_max_model_len(hf))
+    length, is_auto = _max_model_len(config, *derived_max_model_len(hf))
     scheduler = config.scheduler
     is_chunked = scheduler.enable_chunked_prefill is not False
     factor = 2 if config.performance_mode == "throughput" else 1
@@ -99,14 +111,14 @@ def resolve_budgets(config: EngineConfig, hf: Mapping[str, Any], defaults: Batch
     )
 
 
-def _max_model_len(config: EngineConfig, derived: int) -> tuple[int, bool]:
+def _max_model_len(config: EngineConfig, derived: int, longest: int) -> tuple[int, bool]:
     asked = config.model.max_model_len
     if asked in (None, "auto", -1):
         return derived, True
     length = int(asked)
-    if length > derived:
+    if length > longest:
         raise ConfigError(
-            f"--max-model-len is {length}, but the model was made for {derived} tokens; lower it, or extend the model "
+            f"--max-model-len is {length}, but the model was made for {longest} tokens; lower it, or extend the model "
             "with --hf-overrides (rope_parameters)",
             field="model.max_model_len",
         )

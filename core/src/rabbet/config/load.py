@@ -60,8 +60,7 @@ def engine_config_from_kwargs(model: str, **options: Any) -> EngineConfig:
         ConfigError: As ``parse_configs``.
     """
     source = Source()
-    source.set(("model", "model"), model, "model")
-    for key, value in options.items():
+    for key, value in {"model": model, **options}.items():
         _assign(source, key, value, key)
     if (server := next((place for place in source.settings if place[0] == "server"), None)) is not None:
         raise ConfigError(f"{server[1]} is an option of the server; leave it out", field=".".join(server))
@@ -96,6 +95,8 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
         return
     if (instead := REMOVED_VALUES.get((flag.name, str(value)))) is not None:
         raise RemovedOptionError(f"{spelling} {value} is gone: {instead}", field=flag.path)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, str):
         is_inner = len(place) > len(flag.place)
         try:
