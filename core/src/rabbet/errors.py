@@ -83,9 +83,7 @@ class ClientError(RabbetError, ValueError):
 
     status = 400
 
-    def __init__(
-        self, message: str, *, field: str | None = None, value: Any = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, field: str | None = None, value: Any = None, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
         self.value = value
