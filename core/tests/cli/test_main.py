@@ -262,6 +262,17 @@ def test_a_command_of_a_hook_plugin_runs_if_the_operator_allows_it(tmp_path: Pat
     assert denied.returncode == 2 and "polished" not in denied.stdout
 
 
+@pytest.mark.parametrize("variables", [{"RABBET_PORT": "x"}, {"RABBET_PLUGINS_DENY": "nobody-has-this"}])
+def test_help_works_in_a_wrong_environment(
+    rabbet: Run, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert rabbet("--help")[0] == 0
+    assert rabbet("serve", "--help")[0] == 0
+    assert rabbet("serve", "m", "--port", "x")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [([], True), (["--help"], True), (["--version"], False), (["serve", "--help"], False), (["polish"], True), (["plugins", "list"], False)],

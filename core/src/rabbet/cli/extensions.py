@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import typer
 
+from rabbet.errors import RabbetError
+
 __all__ = ["add_plugin_commands"]
 
 logger = logging.getLogger(__name__)
@@ -15,16 +17,19 @@ logger = logging.getLogger(__name__)
 def add_plugin_commands(app: typer.Typer) -> None:
     """Ask hook plugins for commands. One that carries the name of a command that is there is left out.
 
-    Raises:
-        PluginPolicyError: If a rule of the environment matches nothing that is installed.
+    A wrong environment is told in a warning: help is what one asks for when something is wrong.
     """
     from rabbet.config.load import parse_configs
     from rabbet.config.resolve import policy_of
     from rabbet.registry.catalog import Catalog
     from rabbet.registry.hooks import HookBus
 
-    policy = policy_of(parse_configs([])[0])
-    catalog = Catalog.scan(policy)
+    try:
+        policy = policy_of(parse_configs([])[0])
+        catalog = Catalog.scan(policy)
+    except RabbetError as error:
+        logger.warning("no plugin is asked for commands: %s", error)
+        return
     if not catalog.names("hooks"):
         return
     added = typer.Typer()
