@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rabbet.config.limits import Budgets, resolve_budgets
+from rabbet.config.plugin_options import check_plugin_options
 from rabbet.config.resolved import ResolvedConfig
 from rabbet.config.schema import EngineConfig
+from rabbet.contracts import KINDS
 from rabbet.contracts.attention import AttentionQuery
 from rabbet.contracts.executor import ExecutorQuery
 from rabbet.contracts.kv_cache_dtype import KVDtypeQuery
@@ -93,6 +95,8 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
         WeightsError: The model is not there or not readable.
     """
     resolver = _Resolver(config=config, catalog=catalog or Catalog.scan(policy_of(config)))
+    check_plugin_options(config.plugin_config, resolver.catalog)
+    _refuse_what_is_not_run(config, resolver.catalog)
     parallel = config.parallel
     world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     platform, device = _platform(resolver, world_size)
@@ -139,6 +143,24 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
         num_experts=num_experts,
         options=config.plugin_config,
     )
+
+
+def _refuse_what_is_not_run(config: EngineConfig, catalog: Catalog) -> None:
+    """An explicit choice is obeyed or refused, never ignored: these kinds have contracts, and this release runs none."""
+    speculative, transfer = config.speculative, config.kv_transfer
+    backend = config.structured_outputs.backend
+    for kind, name in (
+        ("proposer", speculative.method or speculative.model if speculative else None),
+        ("kv_connector", transfer.kv_connector if transfer else None),
+        ("kv_events", config.kv_events.publisher),
+        ("grammar", None if backend == "auto" else backend),
+    ):
+        if name is not None:
+            entry = catalog.find(kind, name)
+            raise ConfigError(
+                f"{KINDS[kind].chosen_by} names {entry.name}, but this release runs no {kind} plugins yet; leave it out",
+                field=kind,
+            )
 
 
 def _budget_fields(budgets: Budgets) -> dict[str, Any]:

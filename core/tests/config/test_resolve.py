@@ -1,0 +1,89 @@
+"""What is decided for real models on this machine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbet.config import engine_config_from_kwargs
+from rabbet.config.resolve import resolve
+from rabbet.config.resolved import resolved_from_bytes, resolved_to_bytes
+from rabbet.errors import ConfigError, PluginRefusedError, UnknownPluginError, WeightsError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "dtype": "float32", "eos_token_id": [2, 3],
+}  # fmt: skip
+
+
+def model(directory: Path, **changes: Any) -> str:
+    (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return str(directory)
+
+
+def run(directory: Path, *, server: bool = False, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+    options.setdefault("load_format", "dummy")
+    return resolve(engine_config_from_kwargs(model(directory, **(changes or {})), **options), is_server=server)
+
+
+def test_everything_is_decided_and_survives_the_way_to_another_process(tmp_path: Path) -> None:
+    resolved = run(tmp_path)
+    kinds = [decision.kind for decision in resolved.composition.decisions]
+    assert kinds == ["platform", "weights", "model", "attention", "linear", "executor", "scheduler"]
+    assert (resolved.dtype, resolved.kv_cache_dtype, resolved.max_model_len) == ("float32", "float32", 256)
+    assert resolved.eos_token_ids == (2, 3) and resolved.is_async and resolved.is_chunked_prefill
+    again = resolved_from_bytes(resolved_to_bytes(resolved))
+    assert again == resolved
+    again.composition.verify()
+
+
+def test_row_24_budgets_depend_on_use_context_and_mode(tmp_path: Path) -> None:
+    long = {"max_position_embeddings": 8192}
+    server, offline = run(tmp_path, server=True, changes=long), run(tmp_path, changes=long)
+    assert (server.max_num_batched_tokens, server.max_num_seqs) == (2048, 128)
+    assert (offline.max_num_batched_tokens, offline.max_num_seqs) == (4096, 256)
+    assert run(tmp_path, changes=long, performance_mode="throughput").max_num_batched_tokens == 8192
+    assert run(tmp_path, max_num_seqs=2).max_num_batched_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 257}, "the model was made for 256"), ({"block_size": 8}, "multiples of"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "less than --max-num-seqs 8"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, "chunked prefill is off"),
+        ({"kv_cache_dtype": "bfloat16"}, "the model runs in float32"), ({"tensor_parallel_size": 3}, "3 ranks|fits neither"),
+        ({"spec_method": "ngram"}, "proposer"), ({"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}}, "kv_connector"),
+        ({"plugin_config": {"nothing": {"a": 1}}}, "nothing"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused_with_the_reason(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnknownPluginError, PluginRefusedError), match=message):
+        run(tmp_path, **options)
+
+
+def test_row_2_unknown_backend_lists_names_and_means_something(tmp_path: Path) -> None:
+    with pytest.raises(UnknownPluginError, match="did you mean cpu.*installed: cpu"):
+        run(tmp_path, attention_backend="cpuu")
+
+
+def test_row_49_quantization_is_checked_against_the_checkpoint(tmp_path: Path) -> None:
+    changes = {"quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(ConfigError, match="the checkpoint was quantised with 'awq'"):
+        run(tmp_path, changes=changes, quantization="fp8")
+    with pytest.raises(UnknownPluginError, match="needs the quantization method 'awq'.*pip install"):
+        run(tmp_path, changes=changes)
+
+
+def test_missing_model_and_missing_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="neither a directory"):
+        resolve(engine_config_from_kwargs(str(tmp_path / "none")), is_server=True)
+    with pytest.raises(WeightsError, match=r"config\.json|neither a directory"):
+        resolve(engine_config_from_kwargs(str(tmp_path)), is_server=True)
+    with pytest.raises(ConfigError, match="no list of architectures"):
+        run(tmp_path, changes={"architectures": None})
