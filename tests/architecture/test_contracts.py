@@ -6,6 +6,7 @@ import importlib
 import inspect
 
 import pytest
+
 from rabbet.contracts import CONTRACT_VERSIONS, KINDS, Kind
 
 MAX_ABSTRACT_METHODS = 8

@@ -23,9 +23,10 @@ QUESTIONS = [
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a Hugging Face directory in float32, so that both engines read the same bytes."""
     import torch
-    from rabbet.contracts.weights import ResolveQuery
     from rabbet_weights_gguf.format import GGUFFormat
     from safetensors.torch import save_file
+
+    from rabbet.contracts.weights import ResolveQuery
 
     files = GGUFFormat.resolve(ResolveQuery(model="smollm2"))
     directory = tmp_path_factory.mktemp("smollm2")

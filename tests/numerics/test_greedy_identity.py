@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rabbet import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)

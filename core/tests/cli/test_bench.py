@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rabbet.cli.bench_offline import BenchError, Shape, _check
 from rabbet.cli.bench_server import _percentiles
 from rabbet.front.outputs import CompletionOutput, RequestOutput

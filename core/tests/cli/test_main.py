@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rabbet as package
 import typer
+
+import rabbet as package
 from rabbet.cli import main as main_module
 from rabbet.cli.extensions import merge_commands
 from rabbet.config.flags import fields, flags

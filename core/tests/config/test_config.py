@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rabbet.config import EngineConfig, ServerConfig, engine_config_from_kwargs, parse_configs
 from rabbet.config.flags import flags
 from rabbet.errors import ConfigError, RemovedOptionError

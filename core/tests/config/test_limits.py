@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rabbet.config import engine_config_from_kwargs
 from rabbet.config.limits import Budgets, derived_max_model_len, resolve_budgets
 from rabbet.contracts.platform import BatchDefaults

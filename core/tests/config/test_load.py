@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rabbet.config import EngineConfig, ServerConfig, engine_config_from_kwargs, parse_configs
 from rabbet.config.flags import fields, flags
 from rabbet.config.load import is_debug

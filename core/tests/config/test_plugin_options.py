@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rabbet._util.json_schema import problems
 from rabbet.config.plugin_options import check_plugin_options
 from rabbet.errors import ConfigError, PluginLoadError

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from rabbet.config.load import engine_config_from_kwargs
 from rabbet.contracts.registration import Registration
 from rabbet.contracts.scheduler import SchedulerStats

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rabbet.config.load import engine_config_from_kwargs
 from rabbet.config.resolve import resolve
 from rabbet.config.resolved import ResolvedConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.engine import loop as loop_module
 from rabbet.engine.loop import EngineLoop

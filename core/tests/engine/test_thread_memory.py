@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from rabbet import LLM
 from rabbet.errors import ConfigError
 

@@ -12,6 +12,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rabbet.engine.messages import (
     Abort,
     Add,

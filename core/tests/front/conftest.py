@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from rabbet.front.tokenizer import Tokenizer, load_tokenizer
 
 TESTS = Path(__file__).parents[1]

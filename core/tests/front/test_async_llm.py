@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from rabbet import AsyncLLM, SamplingParams
 from rabbet.config.load import engine_config_from_kwargs
 from rabbet.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from rabbet.errors import InvalidRequestError
 from rabbet.front.chat import normalise_messages, render_chat
 from rabbet.front.tokenizer import Tokenizer

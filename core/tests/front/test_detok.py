@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rabbet.front.detok import Detokenizer, StopFinder
 from rabbet.front.tokenizer import Tokenizer
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from rabbet import LLM, SamplingParams
 from rabbet.errors import (
     ConfigError,

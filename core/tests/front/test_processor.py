@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+
 from rabbet.errors import ContextLengthError, InvalidRequestError
 from rabbet.front.processor import Processor, TokenizedPrompt
 from rabbet.front.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+
 from rabbet.front.outputs import RequestOutput
 from rabbet.front.processor import TokenizedPrompt
 from rabbet.front.request_state import RequestState

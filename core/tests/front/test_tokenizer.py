@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from rabbet.errors import ConfigError
 from rabbet.front.tokenizer import Tokenizer, load_tokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rabbet.errors import ConfigError
 from rabbet.kv.groups import (
     build_cache_config,

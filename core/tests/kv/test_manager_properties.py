@@ -6,6 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rabbet.kv.groups import build_cache_config
 from rabbet.kv.hashing import extend_hashes, group_key
 from rabbet.kv.manager import BlockKVManager

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rabbet.layers import BuildContext
 from rabbet.layers.reference import TorchLayerOps, TorchLinearBackend
 from rabbet.parallel import ParallelState

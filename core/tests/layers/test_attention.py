@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rabbet.layers import Attention, ForwardContext, get_forward_context, set_forward_context
 from rabbet.types.kv import CacheKind
 

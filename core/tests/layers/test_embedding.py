@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rabbet.errors import WeightsError
 from rabbet.layers import ParallelLMHead, VocabParallelEmbedding
 from rabbet.layers.reference import TorchLinearBackend

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from rabbet.contracts.quantization import LinearMethod, QuantizationConfig
 from rabbet.errors import ConfigError, WeightsError
 from rabbet.layers import (
@@ -18,7 +20,6 @@ from rabbet.layers import (
     local_heads,
 )
 from rabbet.layers.reference import TorchLinearBackend
-from torch import nn
 
 X = torch.randn(4, 12, generator=torch.Generator().manual_seed(1))
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from rabbet.errors import ConfigError
 from rabbet.layers import BuildContext, get_rope
 from rabbet.layers.reference import TorchLayerOps, TorchLinearBackend
 from rabbet.layers.rotary import inverse_frequencies, rope_parameters
 from rabbet.parallel import ParallelState
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+
 from rabbet.errors import WeightsError
 from rabbet.layers import FusedMoE, GeluAndMul, LayerNorm, RMSNorm, SiluAndMul
 from rabbet.layers.reference import TorchMoEBackend

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from rabbet.parallel import ParallelState, init_parallel
 
 RANK = """

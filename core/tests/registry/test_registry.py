@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from rabbet.contracts import register_attention_backend, registrations_of
 from rabbet.contracts.attention import AttentionBackend, AttentionQuery
 from rabbet.errors import (

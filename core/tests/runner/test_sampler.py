@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from rabbet.runner.inputs import SampleRow
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sched_harness import EOS, FakeRunner, make_loop, make_request, make_scheduler, reference
+
 from rabbet.errors import ClientError, ContextLengthError, InvalidRequestError, OverloadedError
 from rabbet.sched.queue import FcfsQueue, PriorityQueue, RequestQueue
 from rabbet.types.outputs import FinishReason, StepResult, TokenLogprobs
 from rabbet.types.plan import StepPlan
 from rabbet.types.request import Request
 from rabbet.types.sampling import RepetitionDetection, SamplingParams
-from sched_harness import EOS, FakeRunner, make_loop, make_request, make_scheduler, reference
 
 
 def planned(plan: StepPlan | None) -> StepPlan:

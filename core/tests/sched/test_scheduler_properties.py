@@ -7,11 +7,12 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sched_harness import BLOCK, VOCABULARY, FakeConnector, Loop, make_loop, make_request, reference
+
 from rabbet.errors import ClientError
 from rabbet.sched.admission import longest_request
 from rabbet.types.outputs import FinishReason
 from rabbet.types.request import EngineRequest
-from sched_harness import BLOCK, VOCABULARY, FakeConnector, Loop, make_loop, make_request, reference
 
 NUM_REQUESTS = 25
 

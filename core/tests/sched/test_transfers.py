@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from sched_harness import make_request, make_scheduler
+
 from rabbet.contracts.kv_connector import ConnectorScheduler, ExternalHit
 from rabbet.contracts.scheduler import Scheduler
 from rabbet.errors import InvalidRequestError
@@ -14,7 +16,6 @@ from rabbet.types.outputs import FinishReason, KVTransferResult, RequestDelta, S
 from rabbet.types.plan import StepPlan
 from rabbet.types.request import Request
 from rabbet.types.sampling import SamplingParams
-from sched_harness import make_request, make_scheduler
 
 PROMPT = list(range(1, 13))
 

@@ -11,11 +11,12 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors
+from safetensors.torch import save_file
+
 from rabbet.contracts.weights import ResolveQuery
 from rabbet.errors import WeightsError
 from rabbet.weights.dummy import DummyFormat
 from rabbet.weights.safetensors import SafetensorsFormat
-from safetensors.torch import save_file
 
 
 class Hub:

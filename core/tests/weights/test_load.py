@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from rabbet.errors import WeightsError
 from rabbet.weights import STANDARD_STACKS, WeightRules
 from rabbet.weights.dummy import fill_with_noise
 from rabbet.weights.load import finish_loading, load_weights
-from torch import nn
 
 
 class Stacked(nn.Module):

@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+
 from rabbet.contracts.weights import ResolveQuery
 from rabbet.errors import WeightsError
 from rabbet.weights.safetensors import SafetensorsFormat, read_infos
-from safetensors.torch import save_file
 
 CONFIG = {"architectures": ["TinyForCausalLM"], "model_type": "tiny"}
 INDEX = "model.safetensors.index.json"

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rabbet.contracts.attention import AttentionContext, AttentionLayerSpec, AttentionQuery
-from rabbet.contracts.batch import AttentionBatch
-from rabbet.types.kv import KVCacheSpec
 from rabbet_hw_cpu import attention as module
 from rabbet_hw_cpu import native
 from rabbet_hw_cpu.attention import CpuAttention
+
+from rabbet.contracts.attention import AttentionContext, AttentionLayerSpec, AttentionQuery
+from rabbet.contracts.batch import AttentionBatch
+from rabbet.types.kv import KVCacheSpec
 
 native.start(num_threads=2, cores=[0, 0])
 

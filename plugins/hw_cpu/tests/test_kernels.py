@@ -7,12 +7,13 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from rabbet.contracts.platform import PlatformQuery
-from rabbet.layers.reference import TorchLayerOps
 from rabbet_hw_cpu import native
 from rabbet_hw_cpu.linear import CpuLinear, PackedWeight
 from rabbet_hw_cpu.ops import NativeLayerOps
 from rabbet_hw_cpu.platform import CpuPlatform
+
+from rabbet.contracts.platform import PlatformQuery
+from rabbet.layers.reference import TorchLayerOps
 
 native.start(num_threads=2, cores=[0, 0])
 needs_kernels = pytest.mark.skipif(

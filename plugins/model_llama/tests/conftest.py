@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rabbet.contracts.weights import ResolveQuery
 from rabbet.layers import BuildContext, ForwardContext, set_forward_context
 from rabbet.layers.reference import TorchLayerOps, TorchLinearBackend

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rabbet.contracts.model import ModelQuery
-from rabbet.errors import ConfigError, WeightsError
-from rabbet.layers.reference import TorchLinearBackend
 from rabbet_model_llama.model import LlamaForCausalLM, MistralForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig
+
+from rabbet.contracts.model import ModelQuery
+from rabbet.errors import ConfigError, WeightsError
+from rabbet.layers.reference import TorchLinearBackend
 
 SMALL: dict[str, Any] = {
     "vocab_size": 99,

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from rabbet.contracts.model import ModelQuery
-from rabbet.errors import WeightsError
 from rabbet_model_qwen3.model import Qwen2ForCausalLM, Qwen3ForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen3Config
+
+from rabbet.contracts.model import ModelQuery
+from rabbet.errors import WeightsError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 99,

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rabbet.contracts.model import ModelQuery
-from rabbet.errors import ConfigError, WeightsError
 from rabbet_model_transformers.model import TransformersForCausalLM
 from safetensors.torch import load_file, save_file
+
+from rabbet.contracts.model import ModelQuery
+from rabbet.errors import ConfigError, WeightsError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 99,

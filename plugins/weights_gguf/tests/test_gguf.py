@@ -11,10 +11,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from rabbet.contracts.weights import ResolveQuery
-from rabbet.errors import WeightsError
 from rabbet_weights_gguf import bundled
 from rabbet_weights_gguf.format import GGUFFormat
+
+from rabbet.contracts.weights import ResolveQuery
+from rabbet.errors import WeightsError
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FFN, VOCAB = 256, 4, 2, 2, 512, 64
 

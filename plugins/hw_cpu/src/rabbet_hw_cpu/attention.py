@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from rabbet.contracts import Refusal, register_attention_backend
 from rabbet.contracts.attention import AttentionBackend, AttentionLayerSpec, AttentionQuery, KVLayout
 from rabbet.types.kv import KVCacheSpec
-
 from rabbet_hw_cpu import native
 
 if TYPE_CHECKING:
     import torch
+
     from rabbet.contracts.batch import AttentionBatch
 
 __all__ = ["CpuAttention", "attend_reference", "is_packed", "store_reference"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from rabbet.contracts import Refusal, register_linear_backend
 from rabbet.contracts.linear import LinearBackend, LinearQuery
-
 from rabbet_hw_cpu import native
 
 __all__ = ["CpuLinear", "PackedWeight"]

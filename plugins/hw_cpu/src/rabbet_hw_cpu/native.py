@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
     from rabbet.contracts.attention import AttentionLayerSpec
     from rabbet.contracts.batch import AttentionBatch
 

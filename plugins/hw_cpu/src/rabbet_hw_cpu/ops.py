@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+
 from rabbet.contracts.layer_ops import LayerOps
 from rabbet.layers.reference import TorchLayerOps
-
 from rabbet_hw_cpu import native
 
 __all__ = ["NativeLayerOps"]

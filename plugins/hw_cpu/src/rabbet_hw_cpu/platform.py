@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+
 from rabbet.contracts import Refusal, register_platform
 from rabbet.contracts.layer_ops import LayerOps
 from rabbet.contracts.platform import BatchDefaults, DeviceInfo, MemoryInfo, Platform, PlatformQuery

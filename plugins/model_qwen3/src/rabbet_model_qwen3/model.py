@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from rabbet.contracts import Refusal, register_model
 from rabbet.contracts.model import Model, ModelQuery
 from rabbet.layers import (
@@ -26,7 +28,6 @@ from rabbet.layers import (
     get_rope,
 )
 from rabbet.weights import STANDARD_STACKS, WeightRules
-from torch import nn
 
 __all__ = ["Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 

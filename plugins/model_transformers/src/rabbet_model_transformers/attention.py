@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from rabbet.errors import ConfigError
 from rabbet.layers import Attention
-from torch import nn
 
 __all__ = ["IMPLEMENTATION", "SeenAttention", "attend", "record", "register"]
 

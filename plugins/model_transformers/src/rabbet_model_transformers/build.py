@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rabbet.errors import ConfigError
-from rabbet.layers import BuildContext, ReplicatedLinear
 from torch import nn
 
+from rabbet.errors import ConfigError
+from rabbet.layers import BuildContext, ReplicatedLinear
 from rabbet_model_transformers.attention import IMPLEMENTATION, SeenAttention, build_layer, record, register
 
 __all__ = ["build_causal", "causal_class", "own_attention", "replace_linears"]

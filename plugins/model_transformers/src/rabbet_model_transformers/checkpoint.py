@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+
 from rabbet.errors import WeightsError
 from rabbet.layers.shards import copy_checked
 from rabbet.weights import WeightRules
-from torch import nn
-
 from rabbet_model_transformers.build import build_causal
 
 __all__ = ["CheckpointNames", "HubRules", "Merger", "checkpoint_names"]

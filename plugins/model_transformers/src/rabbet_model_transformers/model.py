@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
 from rabbet.contracts import Refusal, register_model
 from rabbet.contracts.model import Model, ModelQuery
 from rabbet.errors import ConfigError
 from rabbet.layers import BuildContext
 from rabbet.weights import WeightRules
-from torch import nn
-
 from rabbet_model_transformers.build import build_causal, own_attention, replace_linears
 from rabbet_model_transformers.checkpoint import HubRules, Merger, checkpoint_names
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.errors import WeightsError
-
 from rabbet_weights_gguf.header import GGUFHeader
 
 __all__ = ["SUPPORTED", "generation_config", "hf_config", "hf_name", "needs_unpermute"]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.errors import WeightsError
-
 from rabbet_weights_gguf.header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = ["derived_directory", "load_header"]

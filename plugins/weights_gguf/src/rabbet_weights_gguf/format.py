@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rabbet.contracts import register_weight_format
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, TensorInfo, WeightFormat
 from rabbet.errors import WeightsError
-
 from rabbet_weights_gguf.architectures import generation_config, hf_config, hf_name, needs_unpermute
 from rabbet_weights_gguf.bundled import SHORT_NAME, find_bundled
 from rabbet_weights_gguf.cache import derived_directory, load_header

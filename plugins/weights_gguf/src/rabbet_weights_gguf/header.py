@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+
 from rabbet.errors import WeightsError
 
 __all__ = ["BLOCK_TYPES", "GGUFHeader", "GGUFTensor", "read_header"]
