@@ -82,6 +82,7 @@ class FakeConnector(ConnectorScheduler):
         self.raises = raises
         self.offers: dict[str, ExternalHit] = {}
         self.queue: list[Load] = []
+        self.loading: set[str] = set()
         self.num_loads = 0
         self.num_failures = 0
         self.ended: list[str] = []
@@ -105,6 +106,8 @@ class FakeConnector(ConnectorScheduler):
         end = (request.num_known_tokens - 1) // BLOCK * BLOCK
         held = len(block_ids[0]) * BLOCK
         self.num_loads += 1
+        if offer.is_async:
+            self.loading.add(request.request_id)
         self.queue.append(
             Load(
                 request.request_id, [list(blocks) for blocks in block_ids], list(request.token_ids), -1,
@@ -118,13 +121,15 @@ class FakeConnector(ConnectorScheduler):
         return json.dumps([vars(load) for load in queue]).encode()
 
     def on_result(self, result: KVTransferResult) -> None:
+        self.loading.difference_update(result.finished_loading)
         self.num_failures += sum(1 for blocks in result.failed_block_ids.values() if any(blocks))
 
     def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         if self.raises and self.rng.random() < 0.1:
             raise RuntimeError("too late")
         self.ended.append(request.request_id)
-        is_kept = self.rng.random() < 0.3 and any(block_ids)
+        # What its own load still writes is not worth saving.
+        is_kept = self.rng.random() < 0.3 and any(block_ids) and request.request_id not in self.loading
         if is_kept:
             self.queue.append(Load(request.request_id, [list(b) for b in block_ids], [], 0, 0, True, False))
         return is_kept, {"id": request.request_id}

@@ -281,6 +281,17 @@ def test_drafts_stop_before_the_last_token_of_the_request() -> None:
         scheduler.check_integrity()
 
 
+def test_drafts_are_verified_with_async_scheduling_too() -> None:
+    loop, _ = make_loop(num_drafts=3, is_async=True, seed=1)
+    for name in "abc":
+        loop.scheduler.add(make_request(name, [ord(name) % 50, 2], 20, sampling=no_end()))
+    loop.run()
+    stats = loop.scheduler.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_draft_tokens == sum(len(ids) for plan in loop.plans for ids in plan.draft_token_ids.values())
+    assert len(loop.plans) < 20
+
+
 # ---- what is reported
 
 

@@ -18,7 +18,6 @@ class Entry:
         request: The request.
         epoch: Moves on when the request is preempted or ends; results of plans made before are then dropped.
         has_row: The runner has, or with the plan being made gets, a row for it.
-        is_verifying: Drafts of it are under way, so that the number of its tokens is not known.
         has_reported: A delta has been made.
         num_prompt_logprobs: Prompt positions reported so far, so that recomputation does not report them again.
         num_loaded_tokens: Tokens whose KV it holds before it runs, from a finished load; 0 if none.
@@ -30,7 +29,6 @@ class Entry:
     request: Request
     epoch: int = 0
     has_row: bool = False
-    is_verifying: bool = False
     has_reported: bool = False
     num_prompt_logprobs: int = 0
     num_loaded_tokens: int = 0

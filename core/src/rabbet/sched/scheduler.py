@@ -10,7 +10,8 @@ result that arrives for a request which was preempted or ended since its plan is
 plans strictly in order, so a later plan writes them only after that step. Transfers of a KV connector are not ordered
 so; ``transfers`` keeps their blocks.
 
-Drafts: a request whose drafts are being verified has an unknown length and is left out of plans until their result.
+Drafts come with a result and verifying them leaves the length open, so where drafts are made a request waits for its
+result before its next step; async scheduling then overlaps the steps of different requests only.
 """
 
 from __future__ import annotations
@@ -156,7 +157,6 @@ class _TokenScheduler(Scheduler):
     def _leave_row(self, entry: Entry) -> None:
         """Drop results under way, and tell the runner, with the next plan, that the row is free."""
         entry.epoch += 1
-        entry.is_verifying = False
         if entry.has_row:
             entry.has_row = False
             self._gone.append(entry.request.request_id)
@@ -204,8 +204,6 @@ class _TokenScheduler(Scheduler):
             start = request.num_computed_tokens
             request.num_computed_tokens = end = start + count
             known = request.num_known_tokens + request.num_pending_tokens
-            if request_id in draft.drafts:
-                entry.is_verifying = True
             samples = end >= known
             if samples:
                 request.num_pending_tokens += 1
@@ -235,7 +233,7 @@ class _TokenScheduler(Scheduler):
     def _tokens_wanted(self, entry: Entry, tokens_left: int) -> int:
         """Tokens of this step for one running request; 0 if it waits for a result that ends it or says how long it is."""
         request = entry.request
-        if entry.is_verifying:
+        if request.num_pending_tokens and self.context.num_speculative_tokens:
             return 0
         known = request.num_known_tokens + request.num_pending_tokens
         output = known - request.num_prompt_tokens
@@ -441,11 +439,10 @@ class _TokenScheduler(Scheduler):
                 error = f"the model runner gave {len(tokens)} tokens where 1 to {num_drafts + 1} were due"
                 return self._end(entry, FinishReason.ERROR, error=error)
             if num_drafts:
-                num_computed -= self._rewind(entry, num_drafts, len(tokens) - 1)
+                num_computed -= self._rewind(request, num_drafts, len(tokens) - 1)
         accepted, reason = self._append(request, tokens)
         self._kv.commit(request, min(num_computed, request.num_known_tokens))
-        # With a step under way the drafts would stand behind a token that is not known yet.
-        drafts = result.draft_token_ids.get(request_id) if not request.num_pending_tokens else None
+        drafts = result.draft_token_ids.get(request_id)
         request.draft_token_ids = list(drafts[: self.context.num_speculative_tokens]) if drafts else []
         logprobs = result.logprobs.get(request_id)
         if logprobs is not None:
@@ -465,12 +462,11 @@ class _TokenScheduler(Scheduler):
             num_preemptions=request.num_preemptions,
         )
 
-    def _rewind(self, entry: Entry, num_drafts: int, num_accepted: int) -> int:
+    def _rewind(self, request: Request, num_drafts: int, num_accepted: int) -> int:
         """Uncount the drafts that were not accepted; later tokens overwrite their KV. Returns how many."""
-        entry.is_verifying = False
         self._counters.draft_tokens += num_drafts
         self._counters.accepted_tokens += num_accepted
-        entry.request.num_computed_tokens -= num_drafts - num_accepted
+        request.num_computed_tokens -= num_drafts - num_accepted
         return num_drafts - num_accepted
 
     def _append(self, request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
@@ -552,7 +548,7 @@ class _TokenScheduler(Scheduler):
         assert not request.is_finished, f"{name} has ended"
         if is_running:
             known = request.num_known_tokens + request.num_pending_tokens
-            assert entry.is_verifying or request.num_computed_tokens <= known, f"{name} is computed past its end"
+            assert request.num_computed_tokens <= known + self.context.num_speculative_tokens, f"{name} is past its end"
             return
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
             assert request.num_computed_tokens == entry.num_loaded_tokens, f"{name} waits with computed tokens"
