@@ -44,7 +44,6 @@ def build_app(state: ServerState, *, body_limit_s: float = BODY_LIMIT_S) -> Fast
         docs_url="/docs" if has_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if has_docs else None,
-        root_path=config.root_path,
         redirect_slashes=False,
     )
     _add_probes(app, state)

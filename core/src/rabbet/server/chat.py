@@ -55,10 +55,12 @@ async def _prepare(body: ChatCompletionRequest, state: ServerState, size_bytes: 
     try:
         llm.check(prompt, sampling, clamp_max_tokens=True)
     except InvalidRequestError as error:
-        if error.field != "logprobs":
-            raise
-        # Chat's own name for the number of alternatives.
-        raise InvalidRequestError(f"top_{error}", field="top_logprobs", value=error.value) from None
+        if error.field == "logprobs":
+            # Chat's own name for the number of alternatives.
+            raise InvalidRequestError(f"top_{error}", field="top_logprobs", value=error.value) from None
+        if error.field == "prompt":
+            error.field = "messages"
+        raise
     return Call(
         body=body,
         state=state,

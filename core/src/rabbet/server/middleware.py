@@ -77,6 +77,7 @@ class Guard:
         scope = dict(scope)
         path = _SLASHES.sub("/", scope["path"])
         scope["path"] = path.rstrip("/") or "/"
+        scope["root_path"] = self._root_path
         scope["raw_path"] = scope["path"].encode("utf-8", "surrogatepass")
         scope.setdefault("state", {})["request_id"] = request_id = _request_id(scope)
         send = self._noting(scope, send, request_id)

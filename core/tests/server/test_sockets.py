@@ -1,0 +1,181 @@
+"""A real socket: clients that leave, send slowly, or send too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import uvicorn
+from rabbet.server.connection import Connection
+
+PATH = "/v1/completions"
+Work = Callable[[str, int], Coroutine[Any, Any, None]]
+
+
+class Impatient(Connection):
+    head_limit_s = 0.05
+
+
+@pytest.fixture
+def serve(site: Any) -> Callable[..., None]:
+    """Runs a coroutine function against the site on a socket."""
+
+    def run(work: Work, protocol: type[Connection] = Connection) -> None:
+        async def main() -> None:
+            config = uvicorn.Config(
+                site.app, host="127.0.0.1", port=0, lifespan="off", log_config=None, http=protocol, ws="none",
+                h11_max_incomplete_event_size=64 << 10, timeout_graceful_shutdown=1,
+            )  # fmt: skip
+            server = uvicorn.Server(config)
+            server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
+            task = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.001)
+            try:
+                await work("127.0.0.1", server.servers[0].sockets[0].getsockname()[1])
+            finally:
+                server.should_exit = True
+                await task
+
+        site.run(main())
+
+    return run
+
+
+def request(body: Any, *, path: str = PATH, headers: str = "") -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"
+    return head.encode() + content
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_requests(
+    site: Any, serve: Callable[..., None], stream: bool, how: str
+) -> None:
+    site.engine.script = lambda _request: [97, asyncio.Event()]
+
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(request({"prompt": ["x", "y"], "n": 2, "max_tokens": 5, "stream": stream}))
+        await until(lambda: len(site.engine.requests) == 4)
+        if stream:
+            await reader.readuntil(b"data: ")
+        if how == "reset":
+            writer.transport.abort()
+        elif how == "half":
+            writer.write_eof()
+        else:
+            writer.close()
+        await until(lambda: len(site.engine.aborted) == 4)
+        await until(lambda: site.state.running == 0)
+        assert site.llm.num_open_requests == site.engine.num_playing == 0
+        assert site.state.stats.finished["abort"] == 2
+        writer.close()
+
+    serve(work)
+
+
+def test_one_that_leaves_disturbs_no_other(site: Any, serve: Callable[..., None]) -> None:
+    gate = asyncio.Event()
+    site.engine.script = lambda request: (
+        [97, gate, 98] if request.prompt_token_ids[-1] == 120 else [97, asyncio.Event()]
+    )
+
+    async def work(host: str, port: int) -> None:
+        stays = await asyncio.open_connection(host, port)
+        leaves = await asyncio.open_connection(host, port)
+        identifier = "X-Request-Id: a\r\n"
+        stays[1].write(request({"prompt": "x", "max_tokens": 2, "stream": True}, headers=identifier))
+        leaves[1].write(request({"prompt": "y", "max_tokens": 2, "stream": True}, headers=identifier))
+        await until(lambda: len(site.engine.requests) == 2)
+        leaves[1].transport.abort()
+        await until(lambda: site.engine.aborted)
+        gate.set()
+        text = await stays[0].readuntil(b"[DONE]")
+        assert b'"text":"a"' in text and b'"text":"b"' in text and len(site.engine.aborted) == 1
+        stays[1].close()
+
+    serve(work)
+
+
+def test_a_head_that_does_not_come_is_a_timeout(serve: Callable[..., None]) -> None:
+    async def work(host: str, port: int) -> None:
+        for start in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+            for is_second in (False, True):
+                reader, writer = await asyncio.open_connection(host, port)
+                if is_second:
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                    await reader.readuntil(b"}")
+                    start = start or b"G"
+                writer.write(start)
+                async with asyncio.timeout(5):
+                    assert (await reader.read()).startswith(b"HTTP/1.1 408")
+                writer.close()
+
+    serve(work, Impatient)
+
+
+def test_slow_answers_and_idle_connections_are_no_slow_heads(site: Any, serve: Callable[..., None]) -> None:
+    gate = asyncio.Event()
+    site.engine.script = lambda _request: [gate, 97]
+
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        for _ in range(2):
+            writer.write(request({"prompt": "x", "max_tokens": 1}))
+            await asyncio.sleep(2 * Impatient.head_limit_s)
+            gate.set()
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"}}")
+            await asyncio.sleep(2 * Impatient.head_limit_s)
+        writer.close()
+
+    serve(work, Impatient)
+
+
+def test_a_huge_head_is_refused(serve: Callable[..., None]) -> None:
+    async def work(host: str, port: int) -> None:
+        for extra in (b"X-A: " + b"a" * (1 << 20), b"\r\n".join(b"X-%d: a" % i for i in range(20_000))):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + extra + b"\r\n\r\n")
+            async with asyncio.timeout(5):
+                try:
+                    status = await reader.readline()
+                except ConnectionResetError:
+                    status = b"HTTP/1.1 4"
+            assert status.startswith(b"HTTP/1.1 4")
+            writer.close()
+
+    serve(work)
+
+
+def test_a_length_that_is_too_much_is_refused_unread(serve: Callable[..., None]) -> None:
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        assert b"connection: close" in (await reader.read()).lower()
+        writer.close()
+
+    serve(work)
+
+
+def test_absolute_targets_reach_nothing(serve: Callable[..., None]) -> None:
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET http://evil/health HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        writer.close()
+
+    serve(work)
