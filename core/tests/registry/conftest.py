@@ -86,10 +86,10 @@ def fake_dist(site: Path) -> Callable[..., str]:
 
 @pytest.fixture(autouse=True)
 def forget_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes that a test registers are gone after it."""
+    """A test sees no class that others registered in this process, and leaves none behind."""
     from rabbet.contracts import registration
     from rabbet.registry import loader
 
-    monkeypatch.setattr(registration, "_staged", dict(registration._staged))
+    monkeypatch.setattr(registration, "_staged", {})
     monkeypatch.setattr(loader, "_results", {})
     assert "pytest" in sys.modules
