@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
 from rabbet.contracts.observability import RequestRecord
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.metrics.log import ThroughputLine

@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import pytest
+from server_scripted import parse_events
+
 from rabbet.errors import EngineDeadError, OverloadedError
 from rabbet.server.errors import ShuttingDownError, describe, error_body
 from rabbet.types.outputs import FinishReason
-from server_scripted import parse_events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 INTERNAL = re.compile(r'0x[0-9a-f]{6}|File "|/home/|/usr/|/root/|Traceback')

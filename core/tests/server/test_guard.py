@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+
 from rabbet.server.middleware import PUBLIC_PATHS
 
 KEY = {"Authorization": "Bearer secret-1"}

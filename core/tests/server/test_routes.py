@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from server_scripted import CONTEXT
+
 from rabbet import __version__
 from rabbet.errors import EngineDeadError
-from server_scripted import CONTEXT
 
 PROBES = ("/health", "/ready", "/ping")
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+from server_scripted import ScriptedClient, parse_events
+
 from rabbet.config.load import engine_config_from_kwargs
 from rabbet.config.schema import ServerConfig
 from rabbet.errors import ConfigError, EngineDeadError, WeightsError
 from rabbet.front.async_llm import AsyncLLM
 from rabbet.server import run as run_module
 from rabbet.server.run import EXIT_CONFIG, EXIT_ENGINE_DEAD, EXIT_FAILED, serve
-from server_scripted import ScriptedClient, parse_events
 
 BODY = {"prompt": "x", "max_tokens": 3, "stream": True}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+
 from rabbet.server.connection import Connection
 
 PATH = "/v1/completions"

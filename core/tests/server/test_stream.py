@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
+
 from rabbet.errors import OverloadedError
 from rabbet.server.stream import DONE, EventStream, EventWriter, merge, until_disconnect
 
