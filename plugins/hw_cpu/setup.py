@@ -42,7 +42,7 @@ class BuildKernels(build_ext):
         compiler = os.environ.get("CXX", "g++")
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         jobs = [("pool", "pool.cpp", []), ("api", "api.cpp", ["-DRABBET_HAS_X86"] if is_x86 else [])]
-        jobs.append(("amx", "amx.cpp", AMX if is_x86 else []))
+        jobs += [(name, f"{name}.cpp", AMX if is_x86 else []) for name in ("amx_linear", "amx_attention")]
         for name, flags in VARIANTS.items():
             if is_x86 or name == "generic":
                 jobs.append((name, "portable.cpp", [f"-DRABBET_VARIANT={name}", *flags]))
