@@ -48,7 +48,7 @@ class Life:
         return self.llm
 
     def http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self.uds), base_url="http://x", timeout=10)
+        return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self.uds), base_url="http://x", timeout=30)
 
 
 @pytest.fixture
@@ -63,22 +63,24 @@ def live(life: Life, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Serves, and runs a coroutine function beside; returns the exit status."""
 
     def run(work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]], **options: Any) -> int:
-        original = run_module._serve
         failures: list[BaseException] = []
 
         async def beside(*arguments: Any) -> int:
+            server = run_module._Server(*arguments)
+
             async def guarded() -> None:
                 async with life.http() as client:
                     try:
                         await work(client)
                     except BaseException as error:
                         failures.append(error)
-                        os.kill(os.getpid(), signal.SIGTERM)
-                        os.kill(os.getpid(), signal.SIGTERM)
+                        # Not by a signal: the server may have ended, and its handlers with it.
+                        server._on_signal()
+                        server._on_signal()
 
             task = asyncio.create_task(guarded())
-            status = await original(*arguments)
-            async with asyncio.timeout(5):
+            status = await server.run()
+            async with asyncio.timeout(30):
                 await task
             return status
 
@@ -99,13 +101,13 @@ def kill() -> None:
 
 
 async def ready(client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await client.get("/health")).status_code != 200:
             await asyncio.sleep(0.005)
 
 
 async def running(life: Life, count: int = 1) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while life.engine is None or len(life.engine.requests) < count:
             await asyncio.sleep(0.005)
 
@@ -147,7 +149,7 @@ def test_running_requests_end_before_the_limit(life: Life, live: Callable[..., i
         asked = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await running(life)
         kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (answer := await client.get("/health")).status_code == 200:
                 await asyncio.sleep(0.001)
         assert answer.json()["error"]["code"] == "draining"
