@@ -32,10 +32,26 @@ class BuildKernels(build_ext):
         work = Path(self.build_temp)
         work.mkdir(parents=True, exist_ok=True)
         try:
-            self._build(target, work)
+            # A process that runs from this place keeps the old file, and none sees half a new one.
+            finished = target.with_name(f"{target.name}.new")
+            self._build(finished, work)
+            finished.replace(target)
         except (OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
             sys.stderr.write(f"rabbet-hw-cpu: the kernels were not compiled ({error}); plain torch will be used\n")
+
+    def copy_extensions_to_source(self) -> None:
+        """Into the checkout of an editable install, if there is something to copy."""
+        if all(Path(self.build_lib, self.get_ext_filename(ext.name)).exists() for ext in self.extensions):
+            super().copy_extensions_to_source()
+
+    def get_outputs(self) -> list[str]:
+        """What was built, maybe nothing."""
+        return [path for path in super().get_outputs() if Path(path).exists()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """The same for editable installs."""
+        return {built: source for built, source in super().get_output_mapping().items() if Path(built).exists()}
 
     @staticmethod
     def _build(target: Path, work: Path) -> None:
@@ -45,7 +61,9 @@ class BuildKernels(build_ext):
         jobs += [(name, f"{name}.cpp", AMX if is_x86 else []) for name in ("amx_linear", "amx_attention")]
         for name, flags in VARIANTS.items():
             if is_x86 or name == "generic":
-                jobs.append((name, "portable.cpp", [f"-DRABBET_VARIANT={name}", *flags]))
+                flags = [f"-DRABBET_VARIANT={name}", "-Wno-psabi", *flags]
+                jobs.append((name, "portable.cpp", flags))
+                jobs += [(f"{name}_{part}", f"portable_{part}.cpp", flags) for part in ("attention", "linear")]
         objects = []
         running = []
         for name, source, flags in jobs:

@@ -44,7 +44,9 @@ def main() -> None:
                 plain.append(seconds(F.linear, x, weights[i % count]))
                 own.append(seconds(backend.apply, x, packed[i % count]))
             medians = statistics.median(plain) * 1e6, statistics.median(own) * 1e6
-            print(f"{inputs:>6} {outputs:>7} {rows:>5} {medians[0]:>10.0f} {medians[1]:>10.0f} {medians[1] / medians[0]:>6.2f}")
+            print(
+                f"{inputs:>6} {outputs:>7} {rows:>5} {medians[0]:>10.0f} {medians[1]:>10.0f} {medians[1] / medians[0]:>6.2f}"
+            )
 
 
 if __name__ == "__main__":

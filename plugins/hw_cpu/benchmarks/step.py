@@ -51,7 +51,13 @@ class Layers:
         self.dtype, self.linear = dtype, CpuLinear()
         self.ops = PLATFORM.layer_ops() or TorchLayerOps()
         spec = KVCacheSpec(
-            block_size=BLOCK, num_kv_heads=KV_HEADS, head_dim=DIM, head_dim_v=DIM, dtype=name, page_size_bytes=0, window=None
+            block_size=BLOCK,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            head_dim_v=DIM,
+            dtype=name,
+            page_size_bytes=0,
+            window=None,
         )
         query = AttentionQuery(
             device_type="cpu", arch="", dtype=name, kv_cache_dtype=name, num_heads=HEADS, num_kv_heads=KV_HEADS,
@@ -59,7 +65,12 @@ class Layers:
         )  # fmt: skip
         self.attention = CpuAttention(
             AttentionContext(
-                spec=spec, query=query, device=torch.device("cpu"), max_num_tokens=4096, max_num_requests=64, max_model_len=8192
+                spec=spec,
+                query=query,
+                device=torch.device("cpu"),
+                max_num_tokens=4096,
+                max_num_requests=64,
+                max_model_len=8192,
             )
         )
         shape = (blocks, *CpuAttention.kv_layout(spec).shape)
@@ -103,7 +114,9 @@ class Layers:
             q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
             q, k = self.call("rotary", self.ops.rotary, q, k, batch.positions, self.cos_sin, is_neox=True)
             attended = torch.empty(tokens, HEADS, DIM, dtype=self.dtype)
-            self.call("attention", self.attention.forward, self.specs[index], q, k, v, self.caches[index], step, attended)
+            self.call(
+                "attention", self.attention.forward, self.specs[index], q, k, v, self.caches[index], step, attended
+            )
             x = self.call("out", self.linear.apply, attended.view(tokens, -1), out)
             x, residual = self.call("norm", self.ops.add_rms_norm, x, residual, self.norm, 1e-5)
             x = self.call("gate_up", self.gated, x, gate_up)

@@ -2,10 +2,13 @@
 
 Shapes: T tokens, B requests, H query heads, K key/value heads, D head size, S slots of a block.
 
-Cache layout ``hsd-1``: [block, 2, K, S, D]; a head's keys of one block are contiguous, so that a decode reads each
-of them as one stream. Layout ``pairs-1`` (bfloat16 on matrix tiles): within each head's page keys lie as [S / 16] x
-[D / 2] rows of 16 slots x 2 dims, values as [S / 32] x [D / 16] x 16 rows of 16 dims x 2 slots: the form in which a tile
-product takes them, so that nothing is shuffled while it multiplies.
+A block's page is [2, K, S, D], keys before values. The order inside a head's part of it is the kernel's choice, named by
+the layout:
+
+* ``pairs-1`` (bfloat16 on matrix tiles): keys as [S / 16] x [D / 2] rows of 16 slots x 2 dims, values as [S / 32] x
+  [D / 16] x 16 rows of 16 dims x 2 slots: the form in which a tile product takes them.
+* ``columns-1`` (other compiled kernels): keys as [S / 16] x [D] rows of 16 slots, values as [S] x [D].
+* ``hsd-1`` (plain torch): both as [S] x [D].
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rabbet.contracts import Refusal, register_attention_backend
-from rabbet.contracts.attention import AttentionBackend, AttentionLayerSpec, AttentionQuery, KVLayout
+from rabbet.contracts.attention import AttentionBackend, AttentionContext, AttentionLayerSpec, AttentionQuery, KVLayout
 from rabbet.types.kv import KVCacheSpec
 from rabbet_hw_cpu import native
 
@@ -74,7 +77,7 @@ class CpuAttention(AttentionBackend):
     def kv_layout(cls, spec: KVCacheSpec) -> KVLayout:
         """See the module's first lines."""
         return KVLayout(
-            name="pairs-1" if is_packed(spec) else "hsd-1",
+            name="pairs-1" if is_packed(spec) else "hsd-1" if native.library() is None else "columns-1",
             axes=("kv", "head", "slot", "dim"),
             shape=(2, spec.num_kv_heads, spec.block_size, spec.head_dim),
             dtype=spec.dtype,
@@ -85,8 +88,19 @@ class CpuAttention(AttentionBackend):
         """Any multiple of 16; 32 suits the tiles."""
         return (32, 16)
 
+    def __init__(self, context: AttentionContext) -> None:
+        """See ``AttentionBackend``."""
+        super().__init__(context)
+        self._is_packed = is_packed(context.spec)
+
     def build_metadata(self, batch: AttentionBatch) -> _Step:
-        """The batch, with its pointers."""
+        """The batch, with its pointers.
+
+        Raises:
+            ValueError: If the step is not causal, which ``supports`` has refused.
+        """
+        if not batch.is_causal:
+            raise ValueError("attention/cpu: is_causal is False; this backend computes causal attention only")
         return _Step(batch, native.step_arguments(batch))
 
     def forward(
@@ -100,23 +114,13 @@ class CpuAttention(AttentionBackend):
         out_THE: torch.Tensor,
     ) -> None:
         """See ``AttentionBackend``."""
-        spec = self.context.spec
-        if metadata.arguments is not None and native.attention(
-            layer,
-            (q_THD, k_TKD, v_TKE, kv_cache, out_THE),
-            metadata.arguments,
-            block_size=spec.block_size,
-            is_packed=is_packed(spec),
-        ):
+        if metadata.arguments is None:
+            store_reference(k_TKD, v_TKE, kv_cache, metadata.batch)
+            attend_reference(layer, q_THD, kv_cache, metadata.batch, out_THE)
             return
-        if is_packed(spec):
-            # The packed cache is read by the kernel alone, so its inputs are brought into the form that it takes.
-            tensors = (q_THD.contiguous(), k_TKD.contiguous(), v_TKE.contiguous(), kv_cache, out_THE)
-            assert metadata.arguments is not None
-            native.attention(layer, tensors, metadata.arguments, block_size=spec.block_size, is_packed=True)
-            return
-        store_reference(k_TKD, v_TKE, kv_cache, metadata.batch)
-        attend_reference(layer, q_THD, kv_cache, metadata.batch, out_THE)
+        tensors = (q_THD, k_TKD, v_TKE, kv_cache, out_THE)
+        block_size = self.context.spec.block_size
+        native.attention(layer, tensors, metadata.arguments, block_size=block_size, is_packed=self._is_packed)
 
 
 def is_packed(spec: KVCacheSpec) -> bool:
@@ -125,7 +129,7 @@ def is_packed(spec: KVCacheSpec) -> bool:
 
 
 def store_reference(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch) -> None:
-    """Write keys and values to their slots; slots of -1 are skipped."""
+    """Write keys and values to their slots of the layout ``hsd-1``; slots of -1 are skipped."""
     slots = batch.slot_mapping[: batch.num_tokens]
     if (slots < 0).any():
         kept = (slots >= 0).nonzero().squeeze(1)
@@ -144,7 +148,7 @@ def attend_reference(
     batch: AttentionBatch,
     out_THD: torch.Tensor,
 ) -> None:
-    """Request by request, with the scores in float32."""
+    """Request by request, with the scores in float32; the cache in the layout ``hsd-1``."""
     import torch
 
     starts, lengths = batch.query_start_cpu.tolist(), batch.seq_lens_cpu.tolist()

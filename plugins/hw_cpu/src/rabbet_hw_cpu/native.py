@@ -19,19 +19,20 @@ __all__ = ["StepArguments", "attention", "has_amx", "library", "start", "step_ar
 
 logger = logging.getLogger(__name__)
 _FILE = Path(__file__).parent / "_kernels.so"
-_ABI = 1
+_ABI = 3
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rabbet_has_amx": (_INT, ()),
+    "rabbet_select": (_INT, (_INT,)),
     "rabbet_start": (None, (_INT, _POINTER)),
     "rabbet_rms_norm": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _FLOAT, _INT)),
     "rabbet_add_rms_norm": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _FLOAT, _INT)),
     "rabbet_rotary": (None, (*(_POINTER,) * 4, *(_INT64,) * 7, _INT, _INT)),
     "rabbet_gated": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT, _INT)),
     "rabbet_attention": (None, (_POINTER, _INT, _INT)),
-    "rabbet_packed_bytes": (_INT64, (_INT64, _INT64)),
-    "rabbet_pack": (None, (_POINTER, _POINTER, _INT64, _INT64)),
-    "rabbet_linear": (None, (*(_POINTER,) * 4, _INT64, _INT64, _INT64, _INT)),
+    "rabbet_packed_bytes": (_INT64, (_INT64, _INT64, _INT, _INT)),
+    "rabbet_pack": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT, _INT)),
+    "rabbet_linear": (None, (*(_POINTER,) * 4, _INT64, _INT64, _INT64, _INT, _INT, _INT)),
 }
 
 
@@ -89,11 +90,11 @@ def has_amx() -> bool:
     return loaded is not None and bool(loaded.rabbet_has_amx())
 
 
-def start(*, num_threads: int, cores: list[int]) -> None:
-    """Start the kernels' threads, one a core; the calling thread is one of them."""
+def start(*, num_threads: int, cores: list[int] | None) -> None:
+    """Start the kernels' threads; the calling thread is one of them. With ``cores`` each of the others is bound to one."""
     loaded = library()
     if loaded is not None:
-        loaded.rabbet_start(num_threads, (ctypes.c_int * len(cores))(*cores))
+        loaded.rabbet_start(num_threads, None if cores is None else (ctypes.c_int * len(cores))(*cores))
 
 
 def type_code(dtype: torch.dtype) -> int | None:
@@ -125,12 +126,10 @@ def attention(
     *,
     block_size: int,
     is_packed: bool,
-) -> bool:
-    """Run the kernel on queries, keys, values, cache and output; False if it does not take these tensors."""
+) -> None:
+    """Run the kernel on queries, keys, values, cache and output of one of its types."""
     q, k, v, cache, out = tensors
-    code = type_code(q.dtype)
-    if code is None or q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1 or q.stride(1) != q.shape[2]:
-        return False
+    q, k, v = _with_whole_heads(q), _with_whole_heads(k), _with_whole_heads(v)
     a = step.arguments
     a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
     a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
@@ -139,8 +138,14 @@ def attention(
     a.window = layer.window or 0
     a.scale = layer.scale
     a.soft_cap = layer.soft_cap or 0.0
-    a.sinks = layer.sinks.data_ptr() if layer.sinks is not None else None
+    sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+    a.sinks = None if sinks is None else sinks.data_ptr()
     loaded = library()
     assert loaded is not None
-    loaded.rabbet_attention(step.pointer, code, int(is_packed))
-    return True
+    loaded.rabbet_attention(step.pointer, type_code(q.dtype), int(is_packed))
+
+
+def _with_whole_heads(x_THD: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if a token's heads do not lie one behind the other."""
+    dim = x_THD.shape[2]
+    return x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == dim else x_THD.contiguous()

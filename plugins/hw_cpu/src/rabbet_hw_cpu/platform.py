@@ -13,14 +13,14 @@ import psutil
 from rabbet.contracts import Refusal, register_platform
 from rabbet.contracts.layer_ops import LayerOps
 from rabbet.contracts.platform import BatchDefaults, DeviceInfo, MemoryInfo, Platform, PlatformQuery
+from rabbet_hw_cpu import machine
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CpuPlatform", "arch_name", "memory_limit_bytes"]
+__all__ = ["CpuPlatform", "arch_name"]
 
 _GIB = 1 << 30
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @cache
@@ -43,19 +43,6 @@ def arch_name() -> str:
     return "generic"
 
 
-def memory_limit_bytes() -> int:
-    """The machine's memory, or the container's limit where that is less."""
-    total = int(psutil.virtual_memory().total)
-    for path in _CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return min(total, int(text))
-    return total
-
-
 @register_platform("cpu")
 class CpuPlatform(Platform):
     """The processor cores that this process may use."""
@@ -66,7 +53,7 @@ class CpuPlatform(Platform):
     def detect(cls) -> tuple[DeviceInfo, ...]:
         """One device: all cores together."""
         name = host.processor() or host.machine()
-        return (DeviceInfo(index=0, name=name, arch=arch_name(), total_memory_bytes=memory_limit_bytes()),)
+        return (DeviceInfo(index=0, name=name, arch=arch_name(), total_memory_bytes=machine.memory_limit_bytes()),)
 
     @classmethod
     def supports(cls, query: PlatformQuery) -> tuple[Refusal, ...]:
@@ -74,7 +61,7 @@ class CpuPlatform(Platform):
         refusals = []
         if query.dtype in ("float16", "half"):
             refusals.append(Refusal(code="DTYPE", message="no fast float16 on CPUs", fix="--dtype bfloat16 or float32"))
-        cores = len(os.sched_getaffinity(0))
+        cores = len(machine.cores())
         if query.num_local_ranks > cores:
             message = f"{query.num_local_ranks} ranks, but only {cores} cores"
             refusals.append(Refusal(code="RANKS", message=message, fix=f"--tensor-parallel-size {cores} or less"))
@@ -89,7 +76,7 @@ class CpuPlatform(Platform):
             max_num_batched_tokens=(2048 if is_server else 4096) * world_size,
             max_num_seqs=(128 if is_server else 256) * world_size,
             memory_fraction=0.9,
-            max_kv_cache_bytes=min(4 * _GIB, memory_limit_bytes() // 4 // world_size),
+            max_kv_cache_bytes=min(4 * _GIB, machine.memory_limit_bytes() // 4 // world_size),
         )
 
     @classmethod
@@ -114,23 +101,22 @@ class CpuPlatform(Platform):
         from rabbet_hw_cpu import native
 
         self._world_size = world_size
-        cores = sorted(os.sched_getaffinity(0))
+        cores, is_whole = machine.cores(), machine.are_cores_whole()
         share = max(1, len(cores) // world_size)
         mine = cores[local_rank * share : (local_rank + 1) * share] or cores[-1:]
-        if world_size > 1:
+        if world_size > 1 and is_whole:
             os.sched_setaffinity(0, mine)
-        torch.set_num_threads(len(mine))
-        native.start(num_threads=len(mine), cores=mine)
+        # Threads of torch wait for their next work in a loop, for milliseconds, on the cores that the kernels need.
+        torch.set_num_threads(1 if native.library() is not None else len(mine))
+        native.start(num_threads=len(mine), cores=mine if is_whole else None)
         return torch.device("cpu")
 
     def memory(self) -> MemoryInfo:
-        """Of this process and of the container."""
-        limit = memory_limit_bytes()
-        machine = psutil.virtual_memory()
-        used = int(machine.total - machine.available)
+        """Of this process and of the machine, or of the container where there is less."""
+        use = machine.MemoryUse()
         return MemoryInfo(
-            total_bytes=limit // self._world_size,
-            free_bytes=max(0, min(limit - used, int(machine.available))) // self._world_size,
+            total_bytes=use.limit_bytes // self._world_size,
+            free_bytes=use.free_bytes // self._world_size,
             used_by_process_bytes=int(psutil.Process().memory_info().rss),
         )
 

@@ -109,7 +109,7 @@ inline void product(const uint16_t* a, int64_t stride, const uint16_t* b0, const
 struct Layer {
     const uint16_t *x, *packed, *bias;
     uint16_t* out;
-    int64_t rows, inputs, outputs, width, steps;
+    int64_t rows, inputs, width, steps;
     bool gated;
 
     // Where the results of a pair of column blocks go.
@@ -208,12 +208,12 @@ void pack(const uint16_t* weight, uint16_t* packed, int64_t outputs, int64_t inp
     });
 }
 
-void linear(const uint16_t* x, const uint16_t* packed, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t inputs,
-            int64_t outputs, int gated) {
-    const int64_t width = gated ? outputs / 2 : outputs;
-    const Layer layer{x, packed, bias, out, rows, inputs, outputs, width, inputs / kDepth, gated != 0};
+void linear(const LinearArgs& a) {
+    const int64_t rows = a.rows, width = a.gated ? a.outputs / 2 : a.outputs;
+    const auto in = [](const void* p) { return static_cast<const uint16_t*>(p); };
+    const Layer layer{in(a.x), in(a.packed), in(a.bias), static_cast<uint16_t*>(a.out), rows, a.inputs, width, a.inputs / kDepth, a.gated != 0};
     // A task is a chunk of rows times a run of pairs of column blocks. With gating a pair is a gate block and its up block.
-    const int64_t pairs = gated ? (width + kTile - 1) / kTile : (outputs + 2 * kTile - 1) / (2 * kTile);
+    const int64_t pairs = a.gated ? (width + kTile - 1) / kTile : (width + 2 * kTile - 1) / (2 * kTile);
     const int64_t chunks = (rows + kRows - 1) / kRows, threads = pool_size();
     const int64_t run = std::max<int64_t>(1, std::min<int64_t>(rows > kStreamed ? 4 : 32, pairs / (threads * 4)));
     const int64_t runs = (pairs + run - 1) / run;
@@ -236,7 +236,7 @@ namespace amx {
 bool available() { return false; }
 int64_t packed_bytes(int64_t, int64_t) { return 0; }
 void pack(const uint16_t*, uint16_t*, int64_t, int64_t) {}
-void linear(const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, int64_t, int) {}
+void linear(const LinearArgs&) {}
 }  // namespace amx
 }  // namespace rabbet
 

@@ -4,30 +4,46 @@
 
 namespace {
 
+// The variants, the plainest first; how many of them this processor runs.
+const rabbet::Variant& variant(int level) {
 #if defined(__x86_64__) && defined(RABBET_HAS_X86)
-rabbet::Variant choose() {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return rabbet::avx512::variant();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return rabbet::avx2::variant();
-    return rabbet::generic::variant();
-}
+    static const rabbet::Variant all[] = {rabbet::generic::variant(), rabbet::avx2::variant(), rabbet::avx512::variant()};
 #else
-rabbet::Variant choose() { return rabbet::generic::variant(); }
+    static const rabbet::Variant all[] = {rabbet::generic::variant()};
 #endif
-
-const rabbet::Variant& kernels() {
-    static const rabbet::Variant variant = choose();
-    return variant;
+    return all[level];
 }
+
+int levels() {
+#if defined(__x86_64__) && defined(RABBET_HAS_X86)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 1;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return wide ? 3 : 2;
+#else
+    return 1;
+#endif
+}
+
+int& chosen() {
+    static int level = levels() - 1;
+    return level;
+}
+
+const rabbet::Variant& kernels() { return variant(chosen()); }
 
 }  // namespace
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-int rabbet_abi() { return 1; }
+int rabbet_abi() { return 3; }
+// Takes a plainer variant than the widest, for tests; -1 takes the widest. Returns how many there are.
+int rabbet_select(int level) {
+    chosen() = level < 0 || level >= levels() ? levels() - 1 : level;
+    return levels();
+}
 int rabbet_has_amx() { return rabbet::amx::available(); }
 void rabbet_start(int num_threads, const int* cores) { rabbet::pool_start(num_threads, cores); }
 
@@ -49,13 +65,20 @@ void rabbet_attention(const rabbet::AttentionArgs* args, int type, int packed) {
     if (packed) rabbet::amx::attention(*args);
     else kernels().attention(*args, type);
 }
-int64_t rabbet_packed_bytes(int64_t outputs, int64_t inputs) { return rabbet::amx::packed_bytes(outputs, inputs); }
-void rabbet_pack(const void* weight, void* packed, int64_t outputs, int64_t inputs) {
-    rabbet::amx::pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), outputs, inputs);
+// With `tiles` in the order of the AMX kernel, which takes bfloat16 alone.
+int64_t rabbet_packed_bytes(int64_t outputs, int64_t inputs, int type, int tiles) {
+    if (tiles) return rabbet::amx::packed_bytes(outputs, inputs);
+    return (outputs + 15) / 16 * 16 * inputs * (type == 0 ? 4 : 2);
 }
-void rabbet_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t inputs, int64_t outputs, int gated) {
-    rabbet::amx::linear(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(packed), static_cast<const uint16_t*>(bias),
-                        static_cast<uint16_t*>(out), rows, inputs, outputs, gated);
+void rabbet_pack(const void* weight, void* packed, int64_t outputs, int64_t inputs, int type, int tiles) {
+    if (tiles) rabbet::amx::pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), outputs, inputs);
+    else kernels().pack(weight, packed, outputs, inputs, type);
+}
+void rabbet_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t inputs, int64_t outputs,
+                   int gated, int type, int tiles) {
+    const rabbet::LinearArgs args{x, packed, bias, out, rows, inputs, outputs, gated};
+    if (tiles) rabbet::amx::linear(args);
+    else kernels().linear(args, type);
 }
 
 }  // extern "C"

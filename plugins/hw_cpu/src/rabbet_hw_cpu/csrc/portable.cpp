@@ -132,102 +132,6 @@ void gated_t(const void* x, void* out, int64_t rows, int64_t size, int activatio
     });
 }
 
-// ---- attention over the cache [blocks, 2, K, S, D]
-
-template <typename T>
-void store(const AttentionArgs& a) {
-    const int64_t page = 2 * a.num_kv_heads * a.block_size * a.head_dim;
-    const int64_t half = page / 2;
-    over_rows(a.num_tokens, a.num_kv_heads * a.head_dim, [&](int64_t token) {
-        const int64_t slot = a.slots[token];
-        if (slot < 0) return;
-        const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-        for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-            T* target = static_cast<T*>(a.cache) + block * page + (head * a.block_size + offset) * a.head_dim;
-            std::memcpy(target, static_cast<const T*>(a.k) + token * a.k_stride + head * a.head_dim, a.head_dim * sizeof(T));
-            std::memcpy(target + half, static_cast<const T*>(a.v) + token * a.v_stride + head * a.head_dim,
-                        a.head_dim * sizeof(T));
-        }
-    });
-}
-
-template <typename T>
-float dot(const float* q, const T* k, int64_t size) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; ++i) sum += q[i] * to_float(k[i]);
-    return sum;
-}
-
-// One query token and one key head: all query heads of the group, block by block with a running maximum.
-template <typename T>
-void attend_one(const AttentionArgs& a, int64_t request, int64_t token, int64_t position, int64_t kv_head, float* scratch) {
-    const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
-    const int64_t page = 2 * a.num_kv_heads * a.block_size * dim;
-    const int64_t first = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    const int32_t* table = a.block_table + request * a.max_blocks;
-    float* q = scratch;                       // [group, dim]
-    float* acc = q + group * dim;             // [group, dim]
-    float* scores = acc + group * dim;        // [block_size]
-    float* peak = scores + a.block_size;      // [group]
-    float* total = peak + group;              // [group]
-    for (int64_t g = 0; g < group; ++g) {
-        const T* source = static_cast<const T*>(a.q) + token * a.q_stride + (kv_head * group + g) * dim;
-        for (int64_t i = 0; i < dim; ++i) q[g * dim + i] = to_float(source[i]) * a.scale, acc[g * dim + i] = 0;
-        peak[g] = a.sinks ? a.sinks[kv_head * group + g] : -std::numeric_limits<float>::infinity();
-        total[g] = a.sinks ? 1.0f : 0.0f;
-    }
-    for (int64_t block = first / a.block_size; block * a.block_size <= position; ++block) {
-        const int64_t begin = std::max(first - block * a.block_size, int64_t{0});
-        const int64_t end = std::min(position + 1 - block * a.block_size, a.block_size);
-        const T* keys = static_cast<const T*>(a.cache) + table[block] * page + kv_head * a.block_size * dim;
-        const T* values = keys + page / 2;
-        for (int64_t g = 0; g < group; ++g) {
-            float high = peak[g];
-            for (int64_t s = begin; s < end; ++s) {
-                float score = dot(q + g * dim, keys + s * dim, dim);
-                if (a.soft_cap > 0) score = a.soft_cap * std::tanh(score / a.soft_cap);
-                scores[s] = score;
-                high = std::max(high, score);
-            }
-            const float shrink = std::exp(peak[g] - high);
-            peak[g] = high;
-            float sum = total[g] * shrink;
-            float* out = acc + g * dim;
-            if (shrink != 1.0f)
-                for (int64_t i = 0; i < dim; ++i) out[i] *= shrink;
-            for (int64_t s = begin; s < end; ++s) {
-                const float weight = std::exp(scores[s] - high);
-                sum += weight;
-                const T* value = values + s * dim;
-                for (int64_t i = 0; i < dim; ++i) out[i] += weight * to_float(value[i]);
-            }
-            total[g] = sum;
-        }
-    }
-    for (int64_t g = 0; g < group; ++g) {
-        T* target = static_cast<T*>(a.out) + (token * a.num_heads + kv_head * group + g) * dim;
-        for (int64_t i = 0; i < dim; ++i) from_float(acc[g * dim + i] / total[g], target[i]);
-    }
-}
-
-template <typename T>
-void attention_t(const AttentionArgs& a) {
-    store<T>(a);
-    const int64_t group = a.num_heads / a.num_kv_heads;
-    std::vector<int32_t> owner(a.num_tokens);
-    for (int64_t r = 0; r < a.num_requests; ++r)
-        for (int64_t t = a.query_start[r]; t < a.query_start[r + 1]; ++t) owner[t] = static_cast<int32_t>(r);
-    const int64_t scratch = 2 * group * a.head_dim + a.block_size + 2 * group;
-    parallel_for(a.num_tokens * a.num_kv_heads, [&](int64_t task, int) {
-        thread_local std::vector<float> buffer;
-        if (static_cast<int64_t>(buffer.size()) < scratch) buffer.resize(scratch);
-        const int64_t token = task / a.num_kv_heads, r = owner[token];
-        const int64_t position = a.seq_lens[r] - a.query_start[r + 1] + token;
-        attend_one<T>(a, r, token, position, task % a.num_kv_heads, buffer.data());
-    });
-}
-
 }  // namespace
 
 #define RABBET_BOTH(name, ...) (type == 0 ? name<float>(__VA_ARGS__) : name<bf16>(__VA_ARGS__))
@@ -243,7 +147,9 @@ Variant variant() {
     v.rotary = [](void* x, const int64_t* p, const float* c, int64_t r, int64_t h, int64_t d, int64_t n, int64_t s, int neox,
                   int type) { RABBET_BOTH(rotary_t, x, p, c, r, h, d, n, s, neox); };
     v.gated = [](const void* x, void* o, int64_t r, int64_t n, int act, int type) { RABBET_BOTH(gated_t, x, o, r, n, act); };
-    v.attention = [](const AttentionArgs& a, int type) { RABBET_BOTH(attention_t, a); };
+    v.attention = attention;
+    v.linear = linear;
+    v.pack = pack;
     return v;
 }
 
