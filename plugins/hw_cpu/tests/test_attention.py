@@ -288,3 +288,15 @@ def test_what_would_be_computed_wrongly_is_refused(change: dict, code: str) -> N
     }  # fmt: skip
     assert code in [refusal.code for refusal in CpuAttention.supports(AttentionQuery(**(fields | change)))]
     assert CpuAttention.supports(AttentionQuery(**fields)) == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_broken_token_is_not_hidden(dtype: str, path: str) -> None:
+    """NaN in a visible key shows, and in the rows that see it only."""
+    harness = Harness(Setup(dtype=dtype, heads=2, kv_heads=1), 17, 1)
+    fused = harness.inputs(40)
+    fused[25, 2] = float("nan")
+    out, _, _ = harness.step({0: 40}, fused)
+    assert out[25:].isnan().all()
+    if path != "torch":
+        assert not out[:25].isnan().any()

@@ -25,6 +25,11 @@ constexpr int64_t kRows = 128;    // rows of a task
 constexpr int64_t kPanel = 384;   // inputs whose weights of some groups stay in the first-level cache
 constexpr int64_t kAhead = 1024;  // bytes of weights that are asked for before they are needed
 
+inline F16 silu(const F16& x) {
+    const F16 limit = all(126.0f), power = x * -1.44269504f;
+    return x / (1.0f + exp2_16(power < limit ? power : limit));
+}
+
 // Adds kCount rows times some groups of columns over `inputs` inputs to c, [rows][kGroups * 16].
 template <typename T, int kCount, int kWidth>
 void product(const float* x, int64_t stride, const T* weights, int64_t group_size, int64_t inputs, float* c) {
@@ -86,7 +91,7 @@ struct Layer {
                 for (int64_t g = 0; g < count; ++g) {
                     const int64_t at = ((row - first) * kGroups + g) * 16, column = (group + g) * 16;
                     F16 y = load(c + at);
-                    if (gated) y = y / (1.0f + exp2_16(y * -1.44269504f)) * load(up + at);
+                    if (gated) y = silu(y) * load(up + at);
                     store_some(y, row, column);
                 }
         }

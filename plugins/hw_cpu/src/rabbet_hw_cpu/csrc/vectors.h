@@ -46,9 +46,9 @@ inline float scalar(bf16 x) {
 }
 inline F16 all(float x) { return F16{} + x; }
 
-// 2^x with a relative error below 1e-7; anything below -126 gives 0.
+// 2^x with a relative error below 1e-7; anything below -126 gives 0. At most 127, or NaN, which stays.
 inline F16 exp2_16(const F16& x) {
-    const F16 low = all(-126.0f), clamped = x > low ? x : low;
+    const F16 low = all(-126.0f), clamped = x < low ? low : x;
     const F16 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const F16 whole = (clamped + magic) - magic, rest = clamped - whole;
     F16 y = all(0.00015345810970757157f);
