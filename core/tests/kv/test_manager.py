@@ -188,10 +188,11 @@ def test_failed_allocation_counts_cached_blocks_that_are_free() -> None:
     kv.release(item)
     longer = request("b", list(range(20)))
     hit = kv.find_hit(longer)
-    assert hit.num_tokens == 12 and kv.num_free_blocks == 4
+    assert hit.num_tokens == 12 and kv.num_free_blocks == 4 and hit.num_idle_blocks == 3
     assert kv.allocate(longer, 8, hit=hit) is None
     assert kv.find_hit(request("c", list(range(20)))) == hit
     assert kv.allocate(longer, 4, hit=hit) is not None
+    assert kv.find_hit(request("d", list(range(20)))).num_idle_blocks == 0
     kv.check_integrity()
 
 

@@ -116,8 +116,8 @@ def test_preempted_request_is_the_newest_and_comes_back_first() -> None:
 
 
 def test_victim_before_the_request_in_the_list_does_not_make_it_lose_its_turn() -> None:
-    loop, _ = make_loop("priority", num_blocks=7, caching=False)
-    loop.scheduler.add(make_request("low", [1] * 8, 20, sampling=no_end(), priority=9))
+    loop, _ = make_loop("priority", num_blocks=8, caching=False)
+    loop.scheduler.add(make_request("low", [1] * 5, 20, sampling=no_end(), priority=9))
     loop.turn()
     loop.scheduler.add(make_request("high", [2] * 12, 20, sampling=no_end(), priority=0))
     while "low" in planned(loop.plan()).num_scheduled_tokens:
@@ -135,6 +135,16 @@ def test_request_that_gives_way_to_itself_does_not_stop_the_others() -> None:
     while "low" in planned(loop.plan()).num_scheduled_tokens:
         loop.take(loop.scheduler.update(*loop.flights.popleft()))
     assert set(loop.plans[-1].num_scheduled_tokens) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_preempted_request_is_not_admitted_to_lose_the_same_token_again(is_async: bool, caching: bool) -> None:
+    loop, _ = make_loop(num_blocks=8, caching=caching, is_async=is_async)
+    for name in "abc":
+        loop.scheduler.add(make_request(name, [ord(name) % 50] * 9, 9, sampling=no_end()))
+    loop.run()
+    assert 0 < loop.scheduler.stats().num_preemptions <= 2
 
 
 def test_request_that_outgrows_the_pool_ends_with_length() -> None:

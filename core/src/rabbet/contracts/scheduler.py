@@ -26,10 +26,13 @@ class CacheHit:
         num_tokens: Tokens covered: a multiple of the hash unit and less than the request's known tokens, since the
             last one is always computed anew.
         block_ids: For each cache group, the blocks, not yet referenced.
+        num_idle_blocks: How many of them no request holds: they are part of ``KVManager.num_free_blocks``, but taking
+            the hit leaves them to nobody else.
     """
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
+    num_idle_blocks: int = 0
 
 
 class KVManager(ABC):

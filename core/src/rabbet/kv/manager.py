@@ -98,7 +98,11 @@ class BlockKVManager(KVManager):
             found = [self._group_hit(group, hashes) for group in self._groups]
             shortest = min(len(blocks) for blocks in found)
             if shortest == length:
-                return CacheHit(num_tokens=length * self._block_size, block_ids=tuple(tuple(item) for item in found))
+                return CacheHit(
+                    num_tokens=length * self._block_size,
+                    block_ids=tuple(tuple(blocks) for blocks in found),
+                    num_idle_blocks=self._pool.num_free_among(block for blocks in found for block in blocks),
+                )
             length = shortest
         return self._miss
 

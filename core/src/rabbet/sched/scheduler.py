@@ -329,17 +329,17 @@ class _TokenScheduler(Scheduler):
         return tokens_left if count > self.context.max_num_batched_tokens else 0
 
     def _has_room(self, request: Request, hit: CacheHit | None) -> bool:
-        """Whether the whole request fits now, so that it is not admitted only to be preempted halfway.
-
-        An estimate: cached blocks of the hit count as free too if nobody holds them. What is admitted too early costs
-        a preemption, nothing else.
-        """
+        """Whether the whole request fits now, so that it is not admitted only to be preempted halfway."""
         if not self.context.reserve_full_prompt or not self._running:
             return True
-        needed = blocks_for_one_request(self._groups, request.num_known_tokens, unseen_tokens(self.context))
+        # The next token counts too: async scheduling drops the one under way when it preempts, so a request that comes
+        # back where its known tokens just fit would be preempted at once, without having got any further.
+        num_tokens = request.num_known_tokens + 1
+        needed = blocks_for_one_request(self._groups, num_tokens, unseen_tokens(self.context))
         tables: Sequence[Sequence[int]] = hit.block_ids if hit else self._kv.block_ids(request.request_id)
         covered = sum(1 for blocks in tables for block in blocks if block != NULL_BLOCK_ID)
-        return needed - covered <= self._kv.num_free_blocks
+        num_idle = hit.num_idle_blocks if hit else 0
+        return needed - covered <= self._kv.num_free_blocks - num_idle
 
     def _give_up_load(self, head: Request) -> bool:
         """Nothing runs and the head does not fit: take the blocks of a waiting request that has loaded, the last first."""
