@@ -280,6 +280,9 @@ class ServerConfig:
     api_key: list[str] = _listed("Keys that requests must carry; several are possible", is_secret=True)
     ssl_keyfile: str | None = _option(None, "Private key for TLS")
     ssl_certfile: str | None = _option(None, "Certificate for TLS")
+    allowed_hosts: list[str] = _listed(
+        "Host headers to answer, * for any; on a loopback address only loopback names by default, else any"
+    )
     allowed_origins: list[str] = _listed("Origins for CORS; none by default")
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="Methods for CORS")
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Headers for CORS")
@@ -302,6 +305,7 @@ class ServerConfig:
     max_body_bytes: PositiveInt = _option(32 << 20, "Largest request body")
     max_n: PositiveInt = _option(128, "Most outputs of one request")
     max_prompts: PositiveInt = _option(1024, "Most prompts of one completions request")
+    max_outputs: PositiveInt = _option(4096, "Most outputs of one request in all: prompts times n")
     max_stop: PositiveInt = _option(16, "Most stop strings of one request")
     enable_auto_tool_choice: bool = _option(False, "Let the model choose tools; needs a parser")
     tool_call_parser: str | None = _option(None, "Parser of tool calls")

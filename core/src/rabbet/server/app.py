@@ -19,6 +19,7 @@ from rabbet.server import routes
 from rabbet.server.body import schema_of
 from rabbet.server.chat import create_chat_completion
 from rabbet.server.completions import create_completion
+from rabbet.server.docs import docs_page
 from rabbet.server.errors import error_response, from_exception
 from rabbet.server.middleware import BODY_LIMIT_S, Guard
 from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -41,13 +42,15 @@ def build_app(state: ServerState, *, body_limit_s: float = BODY_LIMIT_S) -> Fast
     app = FastAPI(
         title="Rabbet",
         version=__version__,
-        docs_url="/docs" if has_docs else None,
+        docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json" if has_docs else None,
         redirect_slashes=False,
     )
     _add_probes(app, state)
     _add_api(app, state)
+    if has_docs:
+        _add_docs(app, config.root_path.rstrip("/"))
     _add_error_handlers(app)
     if config.allowed_origins:
         app.add_middleware(
@@ -98,6 +101,14 @@ def _add_api(app: FastAPI, state: ServerState) -> None:
     post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest)
     post("/tokenize", routes.tokenize, TokenizeRequest)
     post("/detokenize", routes.detokenize, DetokenizeRequest)
+
+
+def _add_docs(app: FastAPI, root_path: str) -> None:
+    async def docs() -> Response:
+        # Made anew each time: plugins add routes when the engine is ready.
+        return docs_page(app.openapi(), root_path)
+
+    app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,10 +13,15 @@ from rabbet.errors import ClientError, InvalidRequestError
 from rabbet.server.errors import from_validation
 from rabbet.server.state import ServerState
 
-__all__ = ["body_size", "read_body", "schema_of"]
+__all__ = ["Early", "body_size", "read_body", "schema_of"]
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _MAX_DEPTH = 128
+_LARGE_BYTES = 64 << 10
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+Early = Callable[[dict[str, msgspec.Raw], ServerState], None]
+"""Refuses the fields of a large body by a look at their text, before objects are made of it."""
 
 
 class _UnsupportedMediaType(ClientError):
@@ -24,8 +30,14 @@ class _UnsupportedMediaType(ClientError):
     status = 415
 
 
-async def read_body(request: Request, model: type[_Body], state: ServerState) -> _Body:
+async def read_body(request: Request, model: type[_Body], state: ServerState, *, early: Early | None = None) -> _Body:
     """The parsed body.
+
+    Args:
+        request: Whose body it is.
+        model: What it must be.
+        state: The server's.
+        early: Cheap checks of a large body.
 
     Raises:
         ClientError: 415 for another content type, 400 for anything that is no such JSON object.
@@ -36,7 +48,8 @@ async def read_body(request: Request, model: type[_Body], state: ServerState) ->
         raise _UnsupportedMediaType("the content type must be application/json", field="Content-Type")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise _UnsupportedMediaType("the body must not be compressed", field="Content-Encoding")
-    data = _decode(await request.body())
+    raw = await request.body()
+    data = _decode(raw, lambda fields: early(fields, state) if early is not None else None)
     try:
         body = model.model_validate(data)
     except ValidationError as error:
@@ -51,8 +64,10 @@ def body_size(request: Request) -> int:
     return len(getattr(request, "_body", b""))
 
 
-def _decode(raw: bytes) -> dict[str, Any]:
+def _decode(raw: bytes, look: Callable[[dict[str, msgspec.Raw]], None]) -> dict[str, Any]:
     try:
+        if len(raw) > _LARGE_BYTES and raw.lstrip()[:1] == b"{":
+            look(_fields.decode(raw))
         data = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is no valid JSON: {error}") from error

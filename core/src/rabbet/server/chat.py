@@ -16,6 +16,7 @@ from rabbet.front.outputs import CompletionOutput, RequestOutput
 from rabbet.front.processor import TokenizedPrompt
 from rabbet.server.body import body_size, read_body
 from rabbet.server.call import Call, truncated
+from rabbet.server.early import MAX_TOOLS, check_chat, too_many_messages, too_many_tools
 from rabbet.server.errors import json_response
 from rabbet.server.logprobs import chat_logprobs, prompt_logprobs
 from rabbet.server.parsing import Message, TextParser
@@ -26,13 +27,12 @@ from rabbet.server.stream import DONE, EventStream, until_disconnect
 
 __all__ = ["chat_prompt", "create_chat_completion"]
 
-_MAX_TOOLS = 1024
 _ChatCall = Call[ChatCompletionRequest]
 
 
 async def create_chat_completion(request: Request, state: ServerState) -> Response:
     """Answer a conversation."""
-    body = await read_body(request, ChatCompletionRequest, state)
+    body = await read_body(request, ChatCompletionRequest, state, early=check_chat)
     call = await _prepare(body, state, body_size(request))
     if body.stream:
         return EventStream(_stream(call), keep_alive_s=state.config.sse_keep_alive_interval_s)
@@ -80,12 +80,9 @@ def chat_prompt(body: ChatCompletionRequest | TokenizeRequest, state: ServerStat
     """
     messages = body.messages or []
     if len(messages) > llm.model_info.max_model_len:
-        raise InvalidRequestError(
-            f"messages holds {len(messages)} messages, more than the {llm.model_info.max_model_len} tokens of the context",
-            field="messages",
-        )
-    if body.tools is not None and len(body.tools) > _MAX_TOOLS:
-        raise InvalidRequestError(f"tools holds {len(body.tools)} tools, the limit is {_MAX_TOOLS}", field="tools")
+        raise too_many_messages(len(messages), llm.model_info.max_model_len)
+    if body.tools is not None and len(body.tools) > MAX_TOOLS:
+        raise too_many_tools(len(body.tools))
     if body.chat_template is not None and not state.config.trust_request_chat_template:
         raise InvalidRequestError(
             "chat_template in a request is refused unless the server runs with --trust-request-chat-template",

@@ -17,6 +17,7 @@ from rabbet.front.outputs import CompletionOutput, RequestOutput
 from rabbet.front.processor import TokenizedPrompt
 from rabbet.server.body import body_size, read_body
 from rabbet.server.call import Call, truncated
+from rabbet.server.early import check_completion, too_many_prompts
 from rabbet.server.errors import json_response
 from rabbet.server.logprobs import Row, completion_logprobs, prompt_logprobs
 from rabbet.server.protocol import CompletionRequest
@@ -31,7 +32,7 @@ _CompletionCall = Call[CompletionRequest]
 
 async def create_completion(request: Request, state: ServerState) -> Response:
     """Continue texts."""
-    body = await read_body(request, CompletionRequest, state)
+    body = await read_body(request, CompletionRequest, state, early=check_completion)
     call = await _prepare(body, state, body_size(request))
     if body.stream:
         return EventStream(_stream(call), keep_alive_s=state.config.sse_keep_alive_interval_s)
@@ -52,6 +53,13 @@ async def _prepare(body: CompletionRequest, state: ServerState, size_bytes: int)
         raise InvalidRequestError("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     base = completion_sampling(body, llm.sampling_defaults, state, is_echo_only=_is_echo_only(body))
     given = _prompts(body.prompt, state.config.max_prompts)
+    if len(given) * body.n > state.config.max_outputs:
+        raise InvalidRequestError(
+            f"{len(given)} prompts with n = {body.n} are {len(given) * body.n} outputs, the limit is "
+            f"{state.config.max_outputs} (--max-outputs); send fewer prompts at once",
+            field="n",
+            value=body.n,
+        )
     prompts = await state.off_loop(size_bytes, lambda: [_tokens(item, body, base.max_tokens, llm) for item in given])
     # Each output of each prompt draws from a seed of its own; n outputs of one prompt take n in a row.
     sampling = [
@@ -91,11 +99,7 @@ def _prompts(prompt: Any, limit: int) -> list[Any]:
     if isinstance(prompt[0], int) and all(isinstance(item, int) for item in prompt):
         return [prompt]
     if len(prompt) > limit:
-        raise InvalidRequestError(
-            f"prompt holds {len(prompt)} prompts, the limit is {limit} (--max-prompts)",
-            field="prompt",
-            value=len(prompt),
-        )
+        raise too_many_prompts(len(prompt), limit)
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt)):
         raise InvalidRequestError("prompt mixes texts and token ids; give lists of one kind", field="prompt")
     return list(prompt)

@@ -1,10 +1,11 @@
-"""What stands before every route: paths, keys, body sizes, request ids. Plain ASGI, decided on the scope alone."""
+"""What stands before every route: hosts, paths, keys, body sizes, request ids. Plain ASGI, decided on the scope alone."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class _BodyTooSlowError(ClientError):
 
 
 class Guard:
-    """One layer: collapses double slashes, checks the key, bounds the body in size and time, names the request."""
+    """One layer: collapses double slashes, checks host and key, bounds the body in size and time, names the request."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Guard:
         """
         self._app = app
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._hosts = _allowed_hosts(config)
         self._max_body_bytes = config.max_body_bytes
         self._root_path = config.root_path.rstrip("/")
         self._echoes_id = config.enable_request_id_headers
@@ -89,6 +91,13 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         """The answer to what must not reach the routes."""
+        if self._hosts is not None and not _is_host_of(scope, self._hosts):
+            return error_response(
+                "the server does not answer for this Host header; name the host with --allowed-hosts if it is yours",
+                status=403,
+                param="Host",
+                code="host_not_allowed",
+            )
         if self._keys and not self._is_public(scope) and not self._has_key(scope):
             return error_response(
                 "a valid API key is needed: Authorization: Bearer KEY",
@@ -169,3 +178,39 @@ def _request_id(scope: Scope) -> str:
         if name == b"x-request-id" and REQUEST_ID.fullmatch(text := value.decode("latin-1")):
             return str(text)
     return secrets.token_hex(16)
+
+
+def _allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
+    """Names that a Host header may hold beside those of loopback; None is any.
+
+    A server on a loopback address trusts whoever is on this machine, and a web page is not: its name may be made to
+    point here (DNS rebinding), and then the browser takes it for the same origin. It still sends its own name.
+    """
+    if "*" in config.allowed_hosts or (config.uds and not config.allowed_hosts):
+        return None
+    if not config.allowed_hosts and not _is_loopback((config.host or "").lower()):
+        return None
+    return frozenset(_host_name(name) for name in (*config.allowed_hosts, config.host or "localhost"))
+
+
+def _is_host_of(scope: Scope, allowed: frozenset[str]) -> bool:
+    """Whether every Host header is allowed. Without one it is no browser, and HTTP/1.0 has none."""
+    names = [_host_name(value.decode("latin-1")) for name, value in scope["headers"] if name == b"host"]
+    return all(name in allowed or _is_loopback(name) for name in names)
+
+
+def _host_name(value: str) -> str:
+    """The name or address without port, brackets and the dot at the end."""
+    value = value.strip().lower()
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return (value if value.count(":") > 1 else value.partition(":")[0]).removesuffix(".")
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -13,6 +13,7 @@ from rabbet.front.async_llm import AsyncLLM
 from rabbet.metrics.prometheus import Served, render_metrics
 from rabbet.server.body import body_size, read_body
 from rabbet.server.chat import chat_prompt
+from rabbet.server.early import check_chat
 from rabbet.server.errors import error_response, json_response, model_not_found
 from rabbet.server.protocol import DetokenizeRequest, TokenizeRequest
 from rabbet.server.state import ServerState
@@ -86,7 +87,7 @@ def metrics(state: ServerState) -> Response:
 
 async def tokenize(request: Request, state: ServerState) -> Response:
     """The ids that the engine would see of a prompt or of messages."""
-    body = await read_body(request, TokenizeRequest, state)
+    body = await read_body(request, TokenizeRequest, state, early=check_chat)
     llm = state.engine()
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):

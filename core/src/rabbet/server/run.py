@@ -197,6 +197,8 @@ class _Server:
         llm.on_engine_death = self._on_death
         self._state.llm = llm
         self._hooks.call("add_http_routes", app=self._app, llm=llm)
+        # Whoever asked while the engine was loading has made the description without the plugins' routes.
+        self._app.openapi_schema = None
         self._hooks.call("on_engine_ready", config=self._engine_config)
         info = llm.model_info
         logger.info(

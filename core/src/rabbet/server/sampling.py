@@ -62,10 +62,11 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
     if body.n > limits.max_n:
         raise InvalidRequestError(f"n is {body.n}, the limit is {limits.max_n} (--max-n)", field="n", value=body.n)
     values["stop"] = _stops(body.stop, limits.max_stop)
-    for name in ("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"):
-        size = len(getattr(body, name) or ())
-        if size > _MAX_LIST and name != "allowed_token_ids":
-            raise InvalidRequestError(f"{name} has {size} entries, the limit is {_MAX_LIST}", field=name)
+    most_allowed = max(_MAX_LIST, state.engine().model_info.vocab_size)
+    for name in ("logit_bias", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_token_ids"):
+        size, limit = len(getattr(body, name) or ()), most_allowed if name == "allowed_token_ids" else _MAX_LIST
+        if size > limit:
+            raise InvalidRequestError(f"{name} has {size} entries, the limit is {limit}", field=name, value=size)
     if body.logit_bias is not None:
         values["logit_bias"] = body.logit_bias
     if body.repetition_detection is not None:

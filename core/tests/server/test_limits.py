@@ -1,0 +1,131 @@
+"""Counts without bounds: each list and number of a request has a limit, and what is far beyond it is refused unread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGE = {"role": "user", "content": 'a "[1, 2]" b'}
+TOOL = {"type": "function", "function": {"name": "x", "parameters": {"enum": [[], []]}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "count"),
+    [
+        (COMPLETIONS, {"prompt": [1] * 100_000}, "prompt", 100_000),
+        (COMPLETIONS, {"prompt": ["a, [b]"] * 20_000}, "prompt", 20_000),
+        (COMPLETIONS, {"prompt": [[1, 2]] * 20_000}, "prompt", 20_000),
+        (CHAT, {"messages": [MESSAGE] * 10_000}, "messages", 10_000),
+        (CHAT, {"messages": [MESSAGE], "tools": [TOOL] * 2_000}, "tools", 2_000),
+        ("/tokenize", {"messages": [MESSAGE] * 10_000}, "messages", 10_000),
+    ],
+    ids=["ids", "texts", "lists of ids", "messages", "tools", "messages to tokenise"],
+)
+def test_long_lists_are_refused_before_objects_are_made_of_them(
+    site: Any, path: str, body: dict[str, Any], param: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_args: Any, **_more: Any) -> Any:
+        raise AssertionError("the body was validated")
+
+    for model in (CompletionRequest, ChatCompletionRequest, TokenizeRequest):
+        monkeypatch.setattr(model, "model_validate", late)
+    error = site.error(path, body)
+    assert error["param"] == param and f" {count} " in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": [1] * 100_000, "truncate_prompt_tokens": 8}),
+        (COMPLETIONS, {"prompt": "x", "user": [[1], ",[" * 100_000]}),
+        (COMPLETIONS, {"prompt": [[1]] * 3, "user": "," * 100_000}),
+        (CHAT, {"messages": [MESSAGE], "user": ["x"] * 30_000}),
+        (CHAT, {"messages": [MESSAGE], "tools": [TOOL] * 1024, "tool_choice": "none"}),
+    ],
+    ids=["truncated", "text with commas", "few lists", "another field", "just enough tools"],
+)
+def test_large_bodies_within_the_limits_are_served(site: Any, path: str, body: dict[str, Any]) -> None:
+    assert len(json.dumps(body)) > 64 << 10
+    site.answer(path, {**body, "max_tokens": 1})
+
+
+@pytest.mark.parametrize("prompt", [None, {"a": ["x"] * 30_000}, [True] * 30_000, [1.5] * 30_000, [-1] * 30_000])
+def test_large_wrong_prompts_are_refused_as_small_ones_are(site: Any, prompt: Any) -> None:
+    error = site.error(COMPLETIONS, {"prompt": prompt, "user": "x" * (64 << 10)})
+    assert error["param"] == "prompt"
+
+
+def test_prompts_times_n_have_a_bound_of_their_own(make_site: Callable[..., Any]) -> None:
+    site = make_site(max_outputs=6)
+    assert len(site.answer(COMPLETIONS, {"prompt": ["x", "y", "z"], "n": 2, "max_tokens": 1})["choices"]) == 6
+    error = site.error(COMPLETIONS, {"prompt": ["x", "y"], "n": 4})
+    assert error["param"] == "n" and "8 outputs, the limit is 6 (--max-outputs)" in error["message"]
+    assert len(site.engine.requests) == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0), ("n", -1), ("n", 129), ("n", 10**9), ("n", "2"), ("n", 1.5), ("n", True), ("seed", 2**64), ("seed", -(2**64)), ("stop", ["a"] * 17), ("stop", "a" * 2048), ("stop", [""]),
+        ("stop", [1]), ("bad_words", ["x"] * 100_000), ("logit_bias", {str(i): 1 for i in range(5000)}), ("logit_bias", {"300": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"x": 1}),
+        ("stop_token_ids", [1] * 5000), ("stop_token_ids", [-1]), ("stop_token_ids", [2**63]), ("stop_token_ids", [1.5]), ("stop_token_ids", [True]), ("stop_token_ids", ["5"]), ("stop_token_ids", [[1]]),
+        ("allowed_token_ids", [1] * 5000), ("allowed_token_ids", [300]), ("allowed_token_ids", []), ("logprob_token_ids", [1] * 5000), ("logprob_token_ids", [2**31]), ("prompt_logprobs", 10**9),
+        ("prompt_logprobs", -2), ("min_tokens", 10**9), ("min_tokens", -1), ("cache_salt", ""), ("cache_salt", "x" * 10**6), ("cache_salt", 3), ("cache_salt", "a\nb"), ("cache_salt", "a\0b"),
+        ("request_id", "a\r\nb"), ("request_id", "x" * 129), ("request_id", "\x1b[31m"),
+    ],
+    ids=lambda value: str(value)[:24].encode("unicode_escape").decode(),
+)  # fmt: skip
+def test_counts_ids_and_texts_out_of_range_are_refused_by_name(
+    site: Any, path: str, stream: bool, name: str, value: Any
+) -> None:
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": [MESSAGE]}
+    error = site.error(path, {**body, "stream": stream, name: value})
+    assert error["param"] == name and len(error["message"]) < 400
+    assert not site.engine.requests
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 10}, {"max_tokens": None}, {}])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_more_tokens_at_least_than_at_most_are_refused(site: Any, path: str, more: dict[str, Any]) -> None:
+    """The pair that killed an engine's input thread elsewhere: a null limit with a huge minimum."""
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": [MESSAGE]}
+    for least in (50 if more.get("max_tokens") else 10**9, 2**63):
+        assert site.error(path, {**body, **more, "min_tokens": least})["param"] == "min_tokens"
+    assert not site.engine.requests
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [[]], [[], [1]], [1, "x"], ["x", 1], ["x", [1]], [None], {}, 5, True, [-1], [300], [2**31], [2**63], [1.5], [True], ["x", None], [[["x"]]], [[300]], [[1, "5"]]],
+    ids=str,
+)  # fmt: skip
+def test_empty_and_odd_prompts_are_refused_by_name(site: Any, prompt: Any) -> None:
+    assert site.error(COMPLETIONS, {"prompt": prompt})["param"] == "prompt"
+    assert not site.engine.requests
+
+
+def test_clients_cannot_grow_the_metrics(site: Any) -> None:
+    """Models, paths, methods, fields, users and ids that clients make up become no label and are not kept."""
+
+    def ask(number: int) -> None:
+        more = {"user": f"u{number}", "request_id": f"r{number}", f"field{number}": 1, "cache_salt": f"s{number}"}
+        site.answer(COMPLETIONS, {"prompt": "x", "max_tokens": 1, **more})
+        site.post(COMPLETIONS, {"prompt": "x", "model": f"m{number}"})
+        site.ask(f"M{number}", f"/p{number}")
+        site.ask(f"M{number}", COMPLETIONS)
+
+    ask(0)
+    before = len(site.get("/metrics").text.splitlines())
+    for number in range(1, 200):
+        ask(number)
+    # The answer to /metrics itself is a new line the first time.
+    assert len(site.get("/metrics").text.splitlines()) <= before + 1
+    assert len(site.state._noted) <= 64
