@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import socket
@@ -9,13 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 START_S = 90
+WAIT_S = 30
+COMMAND = str(Path(sys.executable).with_name("rabbet"))
+Run = subprocess.CompletedProcess[str]
 
 
 @dataclass
@@ -28,23 +35,48 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine process, found as the child that runs it."""
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                status = (entry / "stat").read_text().rpartition(")")[2].split()
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(status[1]) == self.process.pid and b"rabbet.engine.process" in command:
-                return int(entry.name)
+        for pid, parent, command in processes():
+            if parent == self.process.pid and "rabbet.engine.process" in command:
+                return pid
         raise AssertionError("the server has no engine process")
+
+    def worker_pids(self) -> list[int]:
+        """The processes of ranks, children of the engine."""
+        engine = self.engine_pid()
+        return [pid for pid, parent, command in processes() if parent == engine and "rabbet.worker" in command]
+
+    @contextmanager
+    def stream(self, *, key: str | None = None, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """Open a streamed completion; gives its events up to [DONE]. A silent stream is an error after ``WAIT_S``."""
+        whole = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "stream": True, **body}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with (
+            httpx.Client(base_url=self.url, timeout=WAIT_S, headers=headers) as client,
+            client.stream("POST", "/v1/completions", json=whole) as answer,
+        ):
+            assert answer.status_code == 200, answer.read()
+            lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+            yield (json.loads(line) for line in lines if line != "[DONE]")
 
     def stop(self) -> int:
         """SIGTERM and wait; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=30)
+
+
+def processes() -> Iterator[tuple[int, int, str]]:
+    """Id, parent's id and command line of each process that is alive."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if state not in "ZX":
+            yield int(entry.name), int(parent), command
 
 
 def free_port() -> int:
@@ -56,7 +88,7 @@ def free_port() -> int:
 def start(log: Path, *options: str, model: str = "smollm2", environment: dict[str, str] | None = None) -> Server:
     """Start a server and wait until it is ready, or until it ends."""
     port = free_port()
-    command = [sys.executable, "-m", "rabbet", "serve", model, "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [COMMAND, "serve", model, "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("wb") as handle:
         process = subprocess.Popen(command, stdout=handle, stderr=handle, env={**os.environ, **(environment or {})})
     server = Server(process, f"http://127.0.0.1:{port}", log)
@@ -69,6 +101,74 @@ def start(log: Path, *options: str, model: str = "smollm2", environment: dict[st
             pass
         time.sleep(0.05)
     return server
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., Server]:
+    """``start``, for fixtures that keep a server for longer than a test."""
+    return start
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """``wait_until(condition, what, limit_s)`` polls a condition; fails with ``what`` when the time is over."""
+
+    def wait(is_so: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that is ready in the time of the imports, with a context of 32768 tokens."""
+    spec = importlib.util.spec_from_file_location("e2e_tiny_model", Path(__file__).with_name("tiny_model.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.write_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def rabbet() -> Callable[..., Run]:
+    """Runs ``rabbet WORDS`` to its end; gives status, output and errors as text."""
+
+    def run(*words: str, stdin: str = "", environment: dict[str, str] | None = None) -> Run:
+        return subprocess.run(
+            [COMMAND, *words], input=stdin, capture_output=True, text=True, timeout=START_S, check=False,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+
+    return run
+
+
+BROKEN_ATTENTION = """schema = 1
+[[provides]]
+kind = "attention"
+name = "broken"
+contract = ">=1.0,<2"
+priority = 99
+"""
+
+
+@pytest.fixture(scope="session")
+def broken_plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which an attention backend ``broken`` is installed, whose import fails."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "broken_attention").mkdir()
+    (site / "broken_attention/__init__.py").write_text("raise ImportError('libmissing.so.1 is not there')")
+    (site / "broken_attention/rabbet.toml").write_text(BROKEN_ATTENTION)
+    info = site / "broken_attention-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-attention\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[rabbet.attention]\nbroken = broken_attention:Backend\n"
+        "[rabbet.manifest]\nbroken-attention = broken_attention:rabbet.toml\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}
 
 
 @pytest.fixture
