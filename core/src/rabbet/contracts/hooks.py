@@ -47,9 +47,9 @@ class HookSpecs:
         """The front process is about to end."""
 
     @hookspec
-    def doctor_checks(self) -> list[tuple[str, bool, str]]:
-        """Checks for ``rabbet plugins doctor``: name, passed, detail."""
+    def doctor_checks(self) -> list[tuple[str, bool, str]] | None:
+        """Checks for ``rabbet plugins doctor``: name, passed, detail. None: nothing to check."""
 
     @hookspec
-    def bug_report_sections(self) -> dict[str, str]:
-        """Sections for ``rabbet collect-env``: title to text, without secrets."""
+    def bug_report_sections(self) -> dict[str, str] | None:
+        """Sections for ``rabbet collect-env``: title to text, without secrets. None: none."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rabbet.contracts.kinds import KINDS
-from rabbet.contracts.registration import normalise_name, registrations_of, staged_registrations
+from rabbet.contracts.registration import Registration, normalise_name, registrations_of, staged_registrations
 from rabbet.errors import DuplicatePluginError, PluginPolicyError, UnknownPluginError
 from rabbet.registry.discover import discover
 from rabbet.registry.entry import Entry, State
@@ -128,9 +128,7 @@ class Catalog:
         return UnknownPluginError("; ".join(parts), kind=kind, name=wanted)
 
 
-def _record(kind: str, name: str, target: type) -> object:
-    from rabbet.contracts.registration import Registration
-
+def _record(kind: str, name: str, target: type) -> Registration:
     return Registration(
         kind=kind,
         name=normalise_name(kind, name),

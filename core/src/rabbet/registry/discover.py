@@ -111,7 +111,7 @@ def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | N
 
 def _is_bundled(distribution: Distribution) -> bool:
     metadata = distribution.metadata
-    return BUNDLED_AUTHOR in (metadata.get("Author"), metadata.get("Maintainer"))
+    return any(BUNDLED_AUTHOR in metadata.get_all(key, ()) for key in ("Author", "Maintainer"))
 
 
 def _manifest(points: Sequence[EntryPoint], path: Sequence[str] | None) -> tuple[Manifest | None, tuple[str, ...]]:

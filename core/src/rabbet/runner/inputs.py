@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ def build_inputs(plan: StepPlan, slots: Slots, *, block_size: int, device: torch
     sample_index, sample_rows, num_sampled = _samples(plan, slots, rows, query_start, seq_lens)
     to_device = _Mover(device)
     positions_device = to_device(positions)
-    shared = {
+    shared: dict[str, Any] = {
         "num_requests": len(rows),
         "num_tokens": num_tokens,
         "max_query_len": int(counts.max()),

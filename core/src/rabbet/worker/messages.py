@@ -45,31 +45,31 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     modules: list[str]
 
 
-class Load(_Message):
+class Load(_Message, frozen=True):
     """Build and load the model."""
 
 
-class Profile(_Message):
+class Profile(_Message, frozen=True):
     """Measure memory."""
 
 
-class InitializeCache(_Message):
+class InitializeCache(_Message, frozen=True):
     """Allocate the cache and warm up."""
 
     config: KVCacheConfig
 
 
-class Execute(_Message):
+class Execute(_Message, frozen=True):
     """Run a step."""
 
     plan: StepPlan
 
 
-class Close(_Message):
+class Close(_Message, frozen=True):
     """Free everything and end."""
 
 
-class Loaded(_Message):
+class Loaded(_Message, frozen=True):
     """The model is loaded."""
 
     rank: int
@@ -77,20 +77,20 @@ class Loaded(_Message):
     digest: str
 
 
-class Profiled(_Message):
+class Profiled(_Message, frozen=True):
     """Memory was measured."""
 
     rank: int
     report: MemoryReport
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """The cache is there."""
 
     rank: int
 
 
-class Stepped(_Message):
+class Stepped(_Message, frozen=True):
     """A step ran; only rank 0 sends the result."""
 
     rank: int
@@ -98,7 +98,7 @@ class Stepped(_Message):
     result: StepResult | None
 
 
-class WorkerFailed(_Message):
+class WorkerFailed(_Message, frozen=True):
     """A command failed. ``kind`` is the name of an exception of ``rabbet.errors``, or ``other``."""
 
     rank: int
