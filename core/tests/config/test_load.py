@@ -201,7 +201,7 @@ def test_row_20_spellings_of_lists(text: str, sizes: list[int]) -> None:
         ("--=x", "no option"), ("--", "no option"), ("---x", "no option"),
         ("--device-ids -1,2 -tp 2", "below 0"), ("--device-ids [] ", "names 0 devices"),
         ("--device-ids 2,GPU-a -tp 2", "mixes numbers and UUIDs"),
-        ("--api-key=", None), ("--enable-auto-tool-choice", "needs --tool-call-parser"),
+        ("--api-key=", "--api-key is empty"), ("--enable-auto-tool-choice", "needs --tool-call-parser"),
         ("--ssl-certfile x", "--ssl-keyfile is missing"), ("--ssl-keyfile x", "--ssl-certfile is missing"),
         ("--cpu-offload-gb 2", "not possible in this release"), ("--enable-lora", "not possible in this release"),
         ("--logits-processors a:B", "not possible in this release"), ("--nnodes 2", "not possible in this release"),

@@ -31,6 +31,7 @@ ALIASES = {
     "spec-tokens": "speculative.num_speculative_tokens",
     "cudagraph-capture-sizes": "compilation.cudagraph_capture_sizes",
     "max-cudagraph-capture-size": "compilation.max_cudagraph_capture_size",
+    "compilation-config.compile-ranges-endpoints": "compilation.compile_ranges",
     "device-memory-utilization": "cache.gpu_memory_utilization",
     "policy": "scheduler.scheduling_policy",
     "offline": "load.is_offline",

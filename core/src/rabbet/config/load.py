@@ -97,6 +97,9 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
         raise RemovedOptionError(f"{spelling} {value} is gone: {instead}", field=flag.path)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if flag.path == "server.api_key" and isinstance(value, str) and not value.strip():
+        # --api-key "$KEY" without the variable would open the server to everybody.
+        raise ConfigError(f"{spelling} is empty; give a key or leave the option out", field=flag.path)
     if isinstance(value, str):
         is_inner = len(place) > len(flag.place)
         try:
@@ -159,11 +162,11 @@ def _section(name: str) -> str | None:
 
 
 def _refuse_removed(name: str, spelling: str) -> None:
-    for known in (name, name.partition(".")[0]):
+    for known in (name, name.partition(".")[0], name.removeprefix("no-")):
         if (instead := REMOVED.get(known)) is not None:
             raise RemovedOptionError(f"{spelling} is gone: {instead}", field=known)
-        if known in NOT_YET:
-            raise ConfigError(f"{spelling} is not possible in this release; leave it out", field=known)
+        if (lack := NOT_YET.get(known)) is not None:
+            raise ConfigError(f"{spelling} is not possible in this release; leave it out: {lack}", field=known)
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rabbet.config.flags import fields
 from rabbet.config.limits import Budgets, resolve_budgets
 from rabbet.config.plugin_options import check_plugin_options
 from rabbet.config.resolved import ResolvedConfig
-from rabbet.config.schema import EngineConfig
+from rabbet.config.schema import CompilationConfig, EngineConfig, KVEventsConfig, StructuredOutputsConfig
 from rabbet.contracts import KINDS
 from rabbet.contracts.attention import AttentionQuery
 from rabbet.contracts.executor import ExecutorQuery
@@ -161,6 +162,32 @@ def _refuse_what_is_not_run(config: EngineConfig, catalog: Catalog) -> None:
                 f"{KINDS[kind].chosen_by} names {entry.name}, but this release runs no {kind} plugins yet; leave it out",
                 field=kind,
             )
+    # The same where only what belongs to them is set. That there are no graphs is said, and stops nothing: tokens stay equal.
+    for place, is_set, what in (
+        ("speculative", speculative is not None, "runs no proposer plugins yet"),
+        ("kv_transfer", transfer is not None, "runs no kv_connector plugins yet"),
+        ("kv_events", config.kv_events != KVEventsConfig(), "publishes no events yet"),
+        ("structured_outputs", config.structured_outputs != StructuredOutputsConfig(), "runs no grammar plugins yet"),
+        (
+            "model.tokenizer_revision",
+            config.model.tokenizer_revision not in (None, config.model.revision),
+            "takes the tokenizer with the model, by --revision",
+        ),
+        ("attention.flash_attn_version", config.attention.flash_attn_version is not None, "has no FlashAttention"),
+        (
+            "model.quantization_config",
+            bool(config.model.quantization_config) and config.model.quantization is None,
+            "quantises only by the method that --quantization names",
+        ),
+    ):
+        if is_set:
+            section, _, name = place.partition(".")
+            flag = fields()[section, name].name if name else f"{section.replace('_', '-')}-config"
+            raise ConfigError(f"--{flag} is set, but this release {what}; leave it out", field=place)
+    if config.compilation != CompilationConfig() or config.optimization_level != EngineConfig().optimization_level:
+        logger.warning(
+            "--compilation-config and -O change nothing here: no installed platform captures graphs or compiles models"
+        )
 
 
 def _budget_fields(budgets: Budgets) -> dict[str, Any]:
@@ -232,7 +259,7 @@ def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> str:
     wanted = [name for name in architectures if name in installed] if impl != "transformers" else []
     if not wanted and FALLBACK_ARCHITECTURE in installed and impl in ("auto", "transformers"):
         wanted = [FALLBACK_ARCHITECTURE]
-    name = wanted[0] if wanted else architectures[0]
+    name: str = wanted[0] if wanted else architectures[0]
     query = ModelQuery(
         architecture=architectures[0],
         config=dict(hf),

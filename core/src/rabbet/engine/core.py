@@ -14,7 +14,7 @@ from rabbet.contracts.scheduler import Scheduler, SchedulerContext, SchedulerSta
 from rabbet.engine.ledger import Ledger
 from rabbet.engine.messages import EngineInfo
 from rabbet.engine.sizing import fit_context, report_capacity
-from rabbet.errors import ClientError, EngineDeadError, OverloadedError
+from rabbet.errors import ClientError, ConfigError, EngineDeadError, OverloadedError
 from rabbet.kv.groups import build_cache_config, capacity_tokens, max_concurrency
 from rabbet.kv.manager import BlockKVManager
 from rabbet.types.kv import KVCacheConfig
@@ -58,7 +58,7 @@ class EngineCore:
             self.resolved = replace(resolved, max_model_len=length)
             phase("allocating the KV cache and warming up")
             self._executor.initialize_cache(cache)
-            self._depth = min(self._executor.max_concurrent_steps, 2) if resolved.is_async else 1
+            self._depth = _depth(self._executor, resolved)
             self.scheduler = self._make_scheduler(cache)
         except BaseException:
             self._executor.shutdown()
@@ -219,6 +219,18 @@ class EngineCore:
         while self._flights:
             self._flights.popleft()[1].cancel()
         self._executor.shutdown()
+
+
+def _depth(executor: Executor, resolved: ResolvedConfig) -> int:
+    """Steps under way at once. What is asked for explicitly is obeyed or refused."""
+    most = executor.max_concurrent_steps
+    if most < 2 and resolved.config.scheduler.async_scheduling:
+        raise ConfigError(
+            f"--async-scheduling is set, but the executor {resolved.composition.name('executor')} runs one step at a time; "
+            "leave the option out",
+            field="scheduler.async_scheduling",
+        )
+    return min(most, 2) if resolved.is_async else 1
 
 
 def _info(resolved: ResolvedConfig, cache: KVCacheConfig, report: MemoryReport) -> EngineInfo:
