@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rabbet import __version__
-from rabbet.errors import RabbetError
+from rabbet.errors import RabbetError, shorten
 from rabbet.server import routes
 from rabbet.server.body import schema_of
 from rabbet.server.chat import create_chat_completion
@@ -115,12 +115,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_error(_request: Request, error: Exception) -> Response:
         return from_exception(error)
 
-    async def on_http(_request: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status, text = error.status_code, str(error.detail)
         # A plugin's route may say more than the status does; what only names the status gets a sentence.
         if text == HTTPStatus(status).phrase:
-            text = _STATUS_TEXTS.get(status, text)
+            text = f"{_STATUS_TEXTS.get(status, text)}: {request.method} {shorten(request.url.path)}"
         return error_response(text, status=status, headers=dict(error.headers or {}))
 
     async def on_validation(_request: Request, error: Exception) -> Response:
