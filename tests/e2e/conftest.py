@@ -145,29 +145,53 @@ def rabbet() -> Callable[..., Run]:
     return run
 
 
-BROKEN_ATTENTION = """schema = 1
-[[provides]]
-kind = "attention"
-name = "broken"
-contract = ">=1.0,<2"
-priority = 99
+BROKEN_MODULES = {
+    "broken_plugin": "raise ImportError('libmissing.so.1 is not there')",
+    "crashing_hooks": """
+from rabbet.contracts import register_hooks
+from rabbet.contracts.hooks import Hooks
+
+@register_hooks("crashing")
+class Crashing(Hooks):
+    def __init__(self):
+        raise RuntimeError("no license server")
+""",
+}
+BROKEN_POINTS = """[rabbet.attention]
+broken = broken_plugin:Attention
+[rabbet.platform]
+broken = broken_plugin:Platform
+[rabbet.hooks]
+crashing = crashing_hooks:Crashing
+[rabbet.manifest]
+broken-plugin = broken_plugin:rabbet.toml
 """
 
 
 @pytest.fixture(scope="session")
 def broken_plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which an attention backend ``broken`` is installed, whose import fails."""
+    """The environment of a bad distribution: attention and platform do not import, hooks cannot be made.
+
+    It says that it is one of the project's own, so that "auto" tries its platform before all others.
+    """
+    from rabbet.registry.discover import BUNDLED_AUTHOR
+
     site = tmp_path_factory.mktemp("site")
-    (site / "broken_attention").mkdir()
-    (site / "broken_attention/__init__.py").write_text("raise ImportError('libmissing.so.1 is not there')")
-    (site / "broken_attention/rabbet.toml").write_text(BROKEN_ATTENTION)
-    info = site / "broken_attention-1.0.dist-info"
+    for name, code in BROKEN_MODULES.items():
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text(code)
+    provided = (("attention", "broken"), ("platform", "broken"), ("hooks", "crashing"))
+    tables = [
+        f'[[provides]]\nkind = "{kind}"\nname = "{name}"\ncontract = ">=1.0,<2"\npriority = 99\n'
+        for kind, name in provided
+    ]
+    (site / "broken_plugin/rabbet.toml").write_text("\n".join(["schema = 1", *tables]))
+    info = site / "broken_plugin-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-attention\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[rabbet.attention]\nbroken = broken_attention:Backend\n"
-        "[rabbet.manifest]\nbroken-attention = broken_attention:rabbet.toml\n"
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\nAuthor: {BUNDLED_AUTHOR}\n"
     )
+    (info / "entry_points.txt").write_text(BROKEN_POINTS)
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}
 
 

@@ -70,6 +70,22 @@ def test_broken_plugin_that_is_not_chosen_hurts_nobody(
     assert len(warnings) == 1 and "libfoo.so.7 is missing" in warnings[0] and "bad 1.0" in warnings[0]
 
 
+@pytest.mark.parametrize("raised", ["1 // 0", "sys.exit(1)"])
+def test_plugin_whose_supports_raises_is_passed_over_by_auto_and_fatal_by_name(
+    site: Path, fake_dist: Write, caplog: pytest.LogCaptureFixture, raised: str
+) -> None:
+    fake_dist("bad", name="bad", priority=45, refusals=raised)
+    fake_dist("good", name="good", priority=10)
+    catalog = scan(site, auto="any")
+    assert select(catalog, "attention", name=None, query=QUERY).name == "good"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "attention/bad of bad 1.0" in warnings[0] and "supports()" in warnings[0]
+    with pytest.raises(
+        PluginLoadError, match=r"attention/bad of bad 1\.0 failed in supports\(\): (ZeroDiv|SystemExit)"
+    ):
+        select(catalog, "attention", name="bad", query=QUERY)
+
+
 @pytest.mark.parametrize("prelude", ['raise ImportError("libfoo.so.7 is missing")', 'sys.exit("no licence")'])
 def test_broken_plugin_that_is_chosen_is_fatal_with_owner_and_cause_every_time(
     site: Path, fake_dist: Write, prelude: str
@@ -337,6 +353,24 @@ def test_hooks_are_isolated_counted_and_switched_off(site: Path, fake_dist: Writ
     for _ in range(5):
         assert bus.call("bug_report_sections") == [{"a": "b"}]
     assert bus.failures == {"bad": 3, "ok": 0}
+
+
+@pytest.mark.parametrize(
+    "raised", ["raise RuntimeError('no licence')", "raise KeyError('no licence')", "raise SystemExit('no licence')"]
+)
+def test_hooks_that_cannot_be_made_are_left_out_with_one_warning(
+    site: Path, fake_dist: Write, caplog: pytest.LogCaptureFixture, raised: str
+) -> None:
+    body = (
+        "from rabbet.contracts import register_hooks\nfrom rabbet.contracts.hooks import Hooks, hookimpl\n"
+        "@register_hooks('{0}')\nclass Backend(Hooks):\n    def __init__(self):\n        {1}\n"
+        "    @hookimpl\n    def bug_report_sections(self):\n        return {{'a': 'b'}}\n"
+    )
+    fake_dist("ok", name="ok", group="rabbet.hooks", body=body.format("ok", "pass"))
+    fake_dist("bad", name="bad", group="rabbet.hooks", body=body.format("bad", raised))
+    assert HookBus.load(scan(site), PluginPolicy()).call("bug_report_sections") == [{"a": "b"}]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "hooks/bad of bad 1.0 is left out" in warnings[0] and "no licence" in warnings[0]
 
 
 def test_hook_that_adds_routes_is_loaded_only_if_allowed_by_name(site: Path, fake_dist: Write) -> None:

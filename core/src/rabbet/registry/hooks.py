@@ -48,8 +48,9 @@ class HookBus:
                 continue
             try:
                 bus.manager.register(load_entry(entry)(), name=entry.name)
-            except (PluginError, pluggy.PluginValidationError, TypeError, ValueError) as error:
-                logger.warning("hooks/%s of %s is left out: %s", entry.name, entry.label, error)
+            except (Exception, SystemExit) as error:  # its constructor may raise anything, and must not stop the start
+                text = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+                logger.warning("hooks/%s of %s is left out: %s", entry.name, entry.label, text)
                 bus.manager.unregister(name=entry.name) if bus.manager.has_plugin(entry.name) else None
         return bus
 

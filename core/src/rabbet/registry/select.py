@@ -12,8 +12,10 @@ from rabbet.contracts.support import Refusal
 from rabbet.errors import (
     IncompatiblePluginError,
     PluginError,
+    PluginLoadError,
     PluginPolicyError,
     PluginRefusedError,
+    RabbetError,
     UnknownPluginError,
 )
 from rabbet.registry.catalog import Catalog
@@ -53,7 +55,7 @@ def select(
     if name is not None:
         entry = catalog.find(kind, name)
         _require_selectable(entry)
-        refusals = _refusals(load_entry(entry), query)
+        refusals = _refusals(entry, query)
         if refusals:
             raise PluginRefusedError(
                 _refused(kind, entry, refusals, asked_by), kind=kind, name=entry.name, refusals=refusals
@@ -110,7 +112,7 @@ def _try(catalog: Catalog, entry: Entry, query: Any) -> tuple[State, tuple[str, 
     if refusals:
         return State.REFUSED, tuple(f"manifest: {item}" for item in refusals)
     try:
-        refusals = _refusals(load_entry(entry), query)
+        refusals = _refusals(entry, query)
     except PluginError as error:
         return State.BROKEN, (str(error),)
     if refusals:
@@ -133,9 +135,22 @@ def _claimed(value: Any, pattern: Any) -> bool:
     return value == pattern or (isinstance(pattern, str) and fnmatch.fnmatchcase(str(value), pattern))
 
 
-def _refusals(target: type[Any], query: Any) -> tuple[Refusal, ...]:
-    supports = getattr(target, "supports", None)
-    return tuple(supports(query)) if query is not None and supports is not None else ()
+def _refusals(entry: Entry, query: Any) -> tuple[Refusal, ...]:
+    """What the plugin says against the query; a ``supports`` that raises makes the plugin broken, like its import."""
+    supports = getattr(load_entry(entry), "supports", None)
+    if query is None or supports is None:
+        return ()
+    try:
+        return tuple(supports(query))
+    except RabbetError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(
+            f"{entry.kind}/{entry.name} of {entry.label} failed in supports(): {type(error).__name__}: {error}; "
+            "upgrade or remove the distribution",
+            kind=entry.kind,
+            name=entry.name,
+        ) from error
 
 
 def _require_selectable(entry: Entry) -> None:

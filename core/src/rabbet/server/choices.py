@@ -6,6 +6,7 @@ from typing import Any
 
 from rabbet.config.schema import EngineConfig, ServerConfig
 from rabbet.contracts.observability import StatLogger
+from rabbet.errors import PluginLoadError, RabbetError
 from rabbet.registry import Catalog, compose, select
 from rabbet.server.parsing import Parsers
 
@@ -31,8 +32,19 @@ def stat_loggers_of(engine: EngineConfig, catalog: Catalog) -> tuple[StatLogger,
     Raises:
         PluginError: If one is unknown or cannot be used.
     """
-    names = engine.observability.stat_loggers
-    return tuple(_chosen(catalog, "stat_logger", name, "--stat-loggers")(engine) for name in names)
+    return tuple(_stat_logger(engine, catalog, name) for name in engine.observability.stat_loggers)
+
+
+def _stat_logger(engine: EngineConfig, catalog: Catalog, name: str) -> StatLogger:
+    target = _chosen(catalog, "stat_logger", name, "--stat-loggers")
+    try:
+        return target(engine)  # type: ignore[no-any-return]
+    except RabbetError:
+        raise
+    except (Exception, SystemExit) as error:  # the edge of the plugin
+        raise PluginLoadError(
+            f"--stat-loggers {name}: it cannot be made: {type(error).__name__}: {error}", kind="stat_logger", name=name
+        ) from error
 
 
 def _chosen(catalog: Catalog, kind: str, name: str | None, option: str) -> Any:
