@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from rabbet.config.resolved import resolved_to_bytes
 from rabbet.contracts import Refusal, register_executor, staged_registrations
 from rabbet.contracts.executor import Executor, ExecutorQuery, MemoryReport
 from rabbet.errors import CompositionMismatchError, EngineDeadError, RabbetError
+from rabbet.registry.onefile import module_name
 from rabbet.types.kv import KVCacheConfig, KVCacheSpec
 from rabbet.types.outputs import StepResult
 from rabbet.types.plan import StepPlan
@@ -47,19 +50,30 @@ __all__ = ["MultiprocessExecutor"]
 logger = logging.getLogger(__name__)
 _POLL_MS = 100
 _EXIT_WAIT_S = 5.0
+_STEP_LIMIT_S = 300.0
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A command under way: answers by rank, and who waits."""
+    """A command under way: answers by rank, who waits, and how long a rank may take once it is the oldest."""
 
     future: Future[list[FromWorker]]
+    limit_s: float | None
     answers: dict[int, FromWorker] = field(default_factory=dict)
 
 
 @register_executor("mp")
 class MultiprocessExecutor(Executor):
-    """One process a rank. Commands and their answers keep their order, so answers need no ids."""
+    """One process a rank. Commands and their answers keep their order, so answers need no ids.
+
+    The death of a rank is told once, by its first cause, to everyone who waits and to everyone who asks later.
+
+    Attributes:
+        step_limit_s: A step that takes longer hangs, and so does the rank that has not answered. Loading, measuring and
+            warming up have no limit: weights may come from a slow disk, kernels may be compiled.
+    """
+
+    step_limit_s = _STEP_LIMIT_S
 
     @classmethod
     def supports(cls, query: ExecutorQuery) -> tuple[Refusal, ...]:
@@ -78,18 +92,28 @@ class MultiprocessExecutor(Executor):
         self._results.bind(f"ipc://{self._directory}/results")
         self._outboxes = []
         for rank in range(self._world_size):
+            # This side connects, so that what is sent waits for a rank that is not there yet or no more. Were it bound,
+            # sending would block for ever, with the lock held that telling of the rank's death needs.
             outbox = self._context.socket(zmq.PUSH)
-            outbox.bind(f"ipc://{self._directory}/rank-{rank}")
+            outbox.set_hwm(0)
+            outbox.connect(f"ipc://{self._directory}/rank-{rank}")
             self._outboxes.append(outbox)
         self._pending: deque[_Pending] = deque()
+        self._oldest_since = time.monotonic()
         self._lock = threading.Lock()
         self._death: RabbetError | None = None
         self._is_closing = False
-        self._processes = [self._spawn(rank) for rank in range(self._world_size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._reader = threading.Thread(target=self._read, name="rabbet-ranks-reader", daemon=True)
+        try:
+            for rank in range(self._world_size):
+                self._spawn(rank)
+        except BaseException:
+            self.shutdown()
+            raise
         self._reader.start()
 
-    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int) -> None:
         start = WorkerStart(
             resolved=resolved_to_bytes(self.config),
             rank=rank,
@@ -97,25 +121,31 @@ class MultiprocessExecutor(Executor):
             init_method=f"file://{self._directory}/rendezvous",
             socket_dir=str(self._directory),
             path=[path for path in sys.path if path],
-            modules=sorted({record.module for record in staged_registrations() if record.module != "__main__"}),
+            modules=sorted({record.module for record in staged_registrations()} - {"__main__"} - _one_file_modules(self.config)),
         )
         data = msgspec.msgpack.encode(start)
         process = subprocess.Popen([sys.executable, "-m", "rabbet.worker.process"], stdin=subprocess.PIPE)
+        self._processes.append(process)
         assert process.stdin is not None
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
-        process.stdin.flush()
-        return process
+        try:
+            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            process.stdin.flush()
+        except BrokenPipeError:
+            # It ended before it had read that much; the reader sees its status.
+            logger.debug("rank %d ended before it read its configuration", rank)
 
     # ---- commands
 
-    def _command(self, message: ToWorker) -> Future[list[FromWorker]]:
+    def _command(self, message: ToWorker, limit_s: float | None = None) -> Future[list[FromWorker]]:
         """Send to all ranks; the future holds their answers in the order of ranks."""
         future: Future[list[FromWorker]] = Future()
         data = encode(message)
         with self._lock:
             if self._death is not None:
                 raise self._death
-            self._pending.append(_Pending(future))
+            if not self._pending:
+                self._oldest_since = time.monotonic()
+            self._pending.append(_Pending(future, limit_s))
             for outbox in self._outboxes:
                 outbox.send(data)
         return future
@@ -147,28 +177,43 @@ class MultiprocessExecutor(Executor):
         result: Future[StepResult] = Future()
 
         def hand_over(answers: Future[list[FromWorker]]) -> None:
-            error = answers.exception()
-            if error is not None:
-                result.set_exception(error)
+            if not result.set_running_or_notify_cancel():
                 return
-            first = answers.result()[0]
-            assert isinstance(first, Stepped) and first.result is not None and first.step_id == plan.step_id
-            result.set_result(first.result)
+            error = answers.exception()
+            first = None if error is not None else answers.result()[0]
+            if isinstance(first, Stepped) and first.result is not None and first.step_id == plan.step_id:
+                result.set_result(first.result)
+            else:
+                result.set_exception(error or EngineDeadError(f"rank 0 answered step {plan.step_id} with {first}"))
 
-        self._command(Execute(plan=plan)).add_done_callback(hand_over)
+        self._command(Execute(plan=plan), self.step_limit_s).add_done_callback(hand_over)
         return result
 
     # ---- answers
 
     def _read(self) -> None:
-        while not self._is_closing:
-            if self._results.poll(_POLL_MS):
-                self._take(decode_from_worker(self._results.recv()))
-                continue
-            for rank, process in enumerate(self._processes):
-                if process.poll() is not None and not self._is_closing:
-                    self._die(EngineDeadError(f"the process of rank {rank} ended with status {process.returncode}"))
+        try:
+            while not self._is_closing:
+                if self._results.poll(_POLL_MS):
+                    self._take(decode_from_worker(self._results.recv()))
+                elif (problem := self._problem()) is not None:
+                    self._die(EngineDeadError(problem))
                     return
+        except Exception as error:  # noqa: BLE001  the edge of the thread: nobody may wait for an answer that never comes
+            logger.error("reading the answers of ranks failed", exc_info=error)
+            self._die(EngineDeadError(f"reading the answers of ranks failed: {type(error).__name__}: {error}"))
+
+    def _problem(self) -> str | None:
+        """What is wrong with a rank that says nothing, or None."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                return f"the process of rank {rank} ended with status {process.returncode}"
+        with self._lock:
+            oldest = self._pending[0] if self._pending else None
+            if oldest is None or oldest.limit_s is None or time.monotonic() - self._oldest_since < oldest.limit_s:
+                return None
+            silent = [str(rank) for rank in range(self._world_size) if rank not in oldest.answers]
+        return f"no answer of rank {', '.join(silent)} within {oldest.limit_s:g} s of a step"
 
     def _take(self, answer: FromWorker) -> None:
         """An answer belongs to the oldest command that its rank has not answered."""
@@ -177,20 +222,18 @@ class MultiprocessExecutor(Executor):
             if pending is None:
                 # A rank that could not even start says so without being asked.
                 if isinstance(answer, WorkerFailed):
-                    self._death = _error_of(answer)
+                    self._death = self._death or _error_of(answer)
                 return
             pending.answers[answer.rank] = answer
-            if len(pending.answers) < self._world_size:
-                failed = isinstance(answer, WorkerFailed)
-                if not failed:
-                    return
+            if len(pending.answers) < self._world_size and not isinstance(answer, WorkerFailed):
+                return
             self._pending.remove(pending)
-        failures = [item for item in pending.answers.values() if isinstance(item, WorkerFailed)]
-        if failures:
-            # One rank alone cannot go on: the others may wait for it in a collective for ever.
-            error = _error_of(failures[0])
-            pending.future.set_exception(error)
-            self._die(EngineDeadError(f"rank {failures[0].rank} failed: {failures[0].message}"))
+            self._oldest_since = time.monotonic()
+        if isinstance(answer, WorkerFailed):
+            # One rank alone cannot go on: the others may wait for it in a collective for ever. Death comes first, so that
+            # whoever sees the failure finds the executor dead.
+            self._die(EngineDeadError(f"rank {answer.rank} failed: {answer.message}"))
+            pending.future.set_exception(_error_of(answer))
         else:
             pending.future.set_result([pending.answers[rank] for rank in range(self._world_size)])
 
@@ -210,25 +253,36 @@ class MultiprocessExecutor(Executor):
             raise EngineDeadError("the executor is shut down")
 
     def shutdown(self) -> None:
-        """See ``Executor``."""
+        """See ``Executor``. A healthy rank ends by itself, any other is killed; who still waits is told."""
         if self._is_closing:
             return
         self._is_closing = True
-        self._reader.join()
+        is_healthy = self._death is None and self._reader.is_alive()
+        if self._reader.is_alive():
+            self._reader.join()
         for outbox in self._outboxes:
             outbox.send(encode(Close()), zmq.NOBLOCK)
+        self._die(EngineDeadError("the executor is shut down"))
+        # One deadline for all: they end side by side.
+        deadline = time.monotonic() + (_EXIT_WAIT_S if is_healthy else 0.1)
         for process in self._processes:
             try:
-                process.wait(timeout=0.1 if self._death is not None else _EXIT_WAIT_S)
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         for socket in (*self._outboxes, self._results):
             socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _one_file_modules(config: Any) -> set[str]:
+    """Modules that a rank loads by their file, since no import finds them."""
+    return {module_name(Path(file).expanduser().resolve()) for file in config.config.plugins.files}
 
 
 def _error_of(answer: WorkerFailed) -> RabbetError:

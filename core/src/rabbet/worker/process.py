@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from rabbet.config.resolved import resolved_from_bytes
 from rabbet.errors import RabbetError
+from rabbet.registry.onefile import stage_file
 from rabbet.runner.runner import DeviceRunner
 from rabbet.worker.messages import (
     Close,
@@ -60,6 +62,8 @@ class _Worker:
         for module in start.modules:
             importlib.import_module(module)
         self._resolved = resolved_from_bytes(start.resolved)
+        for file in self._resolved.config.plugins.files:
+            stage_file(Path(file))
         self._resolved.composition.verify()
         self._runner = DeviceRunner(
             self._resolved, rank=start.rank, world_size=start.world_size, init_method=start.init_method
@@ -88,11 +92,15 @@ class _Worker:
 def _answer(worker: _Worker, rank: int, command: ToWorker) -> FromWorker:
     try:
         return worker.obey(command)
-    except RabbetError as error:
+    except Exception as error:  # noqa: BLE001  the edge of the process: the executor decides what it means
+        return _failure(rank, error)
+
+
+def _failure(rank: int, error: Exception) -> WorkerFailed:
+    if isinstance(error, RabbetError):
         return WorkerFailed(rank=rank, kind=type(error).__name__, message=str(error))
-    except Exception as error:  # the edge of the process: the executor decides what it means
-        logger.exception("rank %d failed", rank)
-        return WorkerFailed(rank=rank, kind="other", message=f"{type(error).__name__}: {error}")
+    logger.error("rank %d failed", rank, exc_info=error)
+    return WorkerFailed(rank=rank, kind="other", message=f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
@@ -106,14 +114,14 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(f"ipc://{start.socket_dir}/rank-{start.rank}")
+    inbox.bind(f"ipc://{start.socket_dir}/rank-{start.rank}")
     outbox.connect(f"ipc://{start.socket_dir}/results")
     worker: _Worker | None = None
     try:
         try:
             worker = _Worker(start)
-        except RabbetError as error:
-            outbox.send(encode(WorkerFailed(rank=start.rank, kind=type(error).__name__, message=str(error))))
+        except Exception as error:  # noqa: BLE001  the edge of the process: the cause must not be lost with it
+            outbox.send(encode(_failure(start.rank, error)))
             return 3
         while True:
             command = decode_to_worker(inbox.recv())
