@@ -193,3 +193,60 @@ def test_ties_keep_a_stable_order() -> None:
 def test_logprob_token_ids_report_exactly_these() -> None:
     entry = token_logprobs(scores(logits(4)[0], "raw_logprobs"), 17, 0, [5, 6])
     assert entry.token_ids == [17, 5, 6]
+
+
+def test_other_rows_change_no_draw_even_where_probabilities_are_equal() -> None:
+    """Rounded logits tie; a neighbour that needs the whole vocabulary must not change which of the equal ones come."""
+    values = (torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)) * 2).round()
+    flat = torch.zeros(1, 3000)
+    for options in ({"top_p": 0.6}, {"top_k": 40}, {"top_k": 600}, {"min_p": 0.3}, {"top_p": 0.999}):
+        mine, _ = row(SamplingParams(**options), seed=5)
+        rows = [SampleRow(mine.row, 2, index) for index in range(40)]
+        alone = draw(values.expand(40, -1).clone(), rows)
+        for neighbour in ({"top_p": 0.999}, {"top_k": 2000}, {"min_p": 0.001}):
+            other, _ = row(SamplingParams(**neighbour), seed=6)
+            together = draw(torch.cat((flat, values.expand(40, -1))).clone(), [other, *rows])
+            assert torch.equal(together[1:], alone), (options, neighbour)
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    values = logits(3).expand(300, -1)
+    tokens = []
+    for top_k in (VOCAB, VOCAB + 1, 10**9):
+        mine, _ = row(SamplingParams(top_k=top_k), seed=3)
+        tokens.append(draw(values.clone(), [SampleRow(mine.row, 2, index) for index in range(300)]))
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+    assert len(set(tokens[0].tolist())) > VOCAB // 3
+
+
+def test_ties_at_the_border_of_top_k_go_to_the_lowest_ids() -> None:
+    for size in (50, 2000):
+        mine, _ = row(SamplingParams(top_k=3), seed=1)
+        tokens = draw(torch.zeros(200, size), [SampleRow(mine.row, 2, index) for index in range(200)])
+        assert set(tokens.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        ({"allowed_token_ids": [5]}, {"bad_words_token_ids": [[5]]}),
+        ({"allowed_token_ids": [7], "min_tokens": 3}, {"end_token_ids": [7]}),
+        ({"allowed_token_ids": [7], "min_tokens": 3, "logit_bias": {7: 100.0}, "repetition_penalty": 0.5}, {"end_token_ids": [7]}),
+    ],
+)
+def test_row_without_any_token_left_is_told(sampling: dict, options: dict) -> None:
+    sample, slots = row(SamplingParams(**sampling), **options)
+    plain, _ = row(SamplingParams())
+    values = logits(1, 3)
+    assert adjust_logits(values, [plain, sample, plain], slots) == [1]
+    sample, slots = row(SamplingParams(allowed_token_ids=[5, 6]), bad_words_token_ids=[[5]])
+    assert adjust_logits(logits(1), [sample], slots) == []
+
+
+def test_ids_that_the_head_does_not_have_are_passed_over() -> None:
+    sample, slots = row(
+        SamplingParams(min_tokens=2), bad_words_token_ids=[[VOCAB], [VOCAB + 5], [4]], end_token_ids=[VOCAB + 1, 7]
+    )
+    values = logits(1)
+    adjust_logits(values, [sample], slots)
+    assert torch.isinf(values[0]).nonzero().flatten().tolist() == [4, 7]

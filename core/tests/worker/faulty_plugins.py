@@ -20,7 +20,7 @@ from rabbet.errors import WeightsError
 from rabbet.layers import Attention
 
 VOCAB_SIZE = 32
-RAISE, EXIT, HANG = 29, 30, 31
+NAN, RAISE, EXIT, HANG = 28, 29, 30, 31
 EXIT_STATUS = 7
 
 
@@ -128,7 +128,10 @@ class FaultyModel(nn.Module, Model):
         return self.context.parallel.all_reduce((input_ids + 1).float() / self.context.parallel.tp_size).unsqueeze(1)
 
     def compute_logits(self, hidden_TN: Any) -> Any:
-        return torch.nn.functional.one_hot(hidden_TN[:, 0].round().long() % VOCAB_SIZE, VOCAB_SIZE).float() * 9
+        next_ids = hidden_TN[:, 0].round().long()
+        logits = torch.nn.functional.one_hot(next_ids % VOCAB_SIZE, VOCAB_SIZE).float() * 9
+        logits[next_ids == NAN + 1] = float("nan")
+        return logits
 
     @classmethod
     def weight_rules(cls, config: Any) -> Any:

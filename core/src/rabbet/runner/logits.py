@@ -14,18 +14,27 @@ from rabbet.runner.slots import Slots
 __all__ = ["adjust_logits"]
 
 
-def adjust_logits(logits_BV: torch.Tensor, rows: list[SampleRow], slots: Slots) -> None:
+def adjust_logits(logits_BV: torch.Tensor, rows: list[SampleRow], slots: Slots) -> list[int]:
     """Apply what each request asked for, in place, in float32. Plain rows are not touched.
 
     Order: allowed ids, bad words, minimum length, bias, penalties.
+
+    Returns:
+        Indices of rows whose masks together leave no token.
     """
-    for index, sample in enumerate(rows):
-        if not sample.row.is_plain:
-            _adjust_row(logits_BV[index], sample, slots.token_ids[sample.row.slot, : sample.history])
+    changed = [index for index, sample in enumerate(rows) if not sample.row.is_plain]
+    for index in changed:
+        sample = rows[index]
+        _adjust_row(logits_BV[index], sample, slots.token_ids[sample.row.slot, : sample.history])
+    if not changed:
+        return []
+    is_empty = (logits_BV[changed].amax(dim=-1) == float("-inf")).tolist()
+    return [index for index, empty in zip(changed, is_empty, strict=True) if empty]
 
 
 def _adjust_row(logits_V: torch.Tensor, sample: SampleRow, history: np.ndarray) -> None:
     sampling = sample.row.sampling
+    vocab_size = logits_V.shape[0]
     if sampling.allowed_token_ids:
         kept = torch.full_like(logits_V, float("-inf"))
         ids = torch.tensor(sampling.allowed_token_ids, device=logits_V.device)
@@ -35,10 +44,12 @@ def _adjust_row(logits_V: torch.Tensor, sample: SampleRow, history: np.ndarray) 
         prefix = words[:-1]
         # The prefix may begin in the prompt only as far as tokens were generated: bad words are about the output.
         start = len(history) - len(prefix)
-        if start >= sample.row.num_prompt_tokens and history[start:].tolist() == prefix:
+        is_begun = start >= sample.row.num_prompt_tokens and history[start:].tolist() == prefix
+        # A tokenizer may know ids that the model's head does not have.
+        if is_begun and words[-1] < vocab_size:
             logits_V[words[-1]] = float("-inf")
-    if sample.output_index < sampling.min_tokens and sample.row.end_token_ids:
-        logits_V[sample.row.end_token_ids] = float("-inf")
+    if sample.output_index < sampling.min_tokens:
+        logits_V[[token_id for token_id in sample.row.end_token_ids if token_id < vocab_size]] = float("-inf")
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=logits_V.device)
         logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=logits_V.device)

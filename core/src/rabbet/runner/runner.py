@@ -34,6 +34,7 @@ __all__ = ["DeviceRunner"]
 logger = logging.getLogger(__name__)
 _PROMPT_LOGITS_ROWS = 256
 _BAD_LOGITS = "the model's logits hold NaN or infinity"
+_NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
 
 
 class DeviceRunner(ModelRunner):
@@ -240,8 +241,11 @@ class DeviceRunner(ModelRunner):
         ]
         raw = scores(logits[wanted], mode) if wanted and mode.startswith("raw") else None
         logits = logits.float()
-        bad = (~torch.isfinite(logits.amax(dim=-1))).tolist()
-        adjust_logits(logits, rows, self._slots)
+        is_bad = (~torch.isfinite(logits.amax(dim=-1))).tolist()
+        problems = {i: _BAD_LOGITS for i, bad in enumerate(is_bad) if bad}
+        problems |= dict.fromkeys(adjust_logits(logits, rows, self._slots), _NO_TOKEN_LEFT)
+        # Nothing can be drawn from these, and trying to must not fail the others.
+        logits[list(problems)] = 0.0
         if wanted and raw is None:
             raw = scores(logits[wanted], mode)
         tokens = draw(logits, rows).tolist()
@@ -254,8 +258,9 @@ class DeviceRunner(ModelRunner):
             drafts = plan.draft_token_ids.get(request_id, [])
             accepted = _accept(tokens[index : index + count], drafts)
             row = rows[index].row
-            if any(bad[index : index + len(accepted)]):
-                failed[request_id] = _BAD_LOGITS
+            problem = next((problems[i] for i in range(index, index + len(accepted)) if i in problems), None)
+            if problem is not None:
+                failed[request_id] = problem
             else:
                 sampled[request_id] = accepted
                 self._slots.append_tokens(row.slot, accepted)

@@ -77,21 +77,39 @@ def _invert(weights_BC: torch.Tensor, numbers: list[float]) -> torch.Tensor:
 
 
 def _draw_filtered(logits_BV: torch.Tensor, numbers: list[float], rows: list[SampleRow]) -> torch.Tensor:
-    """min-p, top-k and top-p over the likeliest candidates; all of them are sorted only where that is not enough."""
-    vocab_size = logits_BV.shape[-1]
-    widest = max(sample.row.sampling.top_k or _CANDIDATES for sample in rows)
-    count = min(vocab_size, max(_CANDIDATES, widest))
+    """min-p, top-k and top-p over the likeliest candidates; rows for which these are not enough sort everything.
+
+    Which of the two ways a row goes depends on that row alone, and equal probabilities stand in the order of their ids
+    either way, so that no other row changes what is drawn here.
+    """
     probabilities = torch.softmax(logits_BV, dim=-1)
-    values, ids = probabilities.topk(count, dim=-1)
-    weights, is_enough = _filter(values, rows, is_all=count == vocab_size)
-    if not is_enough:
-        values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-        weights, _ = _filter(values, rows, is_all=True)
-    return ids.gather(1, _invert(weights, numbers).unsqueeze(1)).squeeze(1)
+    is_all = logits_BV.shape[-1] <= _CANDIDATES
+    tokens, is_enough = _draw_from(*_likeliest(probabilities), numbers, rows, is_all=is_all)
+    again = [i for i, enough in enumerate(is_enough.tolist()) if not enough]
+    if again:
+        values, ids = probabilities[again].sort(dim=-1, descending=True, stable=True)
+        some = [numbers[i] for i in again], [rows[i] for i in again]
+        tokens[again], _ = _draw_from(values, ids, *some, is_all=True)
+    return tokens
 
 
-def _filter(values_BC: torch.Tensor, rows: list[SampleRow], *, is_all: bool) -> tuple[torch.Tensor, bool]:
-    """Weights of sorted candidates after all filters, and whether candidates beyond them would have been dropped too."""
+def _likeliest(probabilities_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates and their ids, likeliest first, equal ones by id. Which of those equal to the last are there is open."""
+    ids = probabilities_BV.topk(min(_CANDIDATES, probabilities_BV.shape[-1]), dim=-1).indices.sort(dim=-1).values
+    values, order = probabilities_BV.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _draw_from(
+    values_BC: torch.Tensor, ids_BC: torch.Tensor, numbers: list[float], rows: list[SampleRow], *, is_all: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each row, and whether the row needs none but these candidates."""
+    weights, is_enough = _filter(values_BC, rows, is_all=is_all)
+    return ids_BC.gather(1, _invert(weights, numbers).unsqueeze(1)).squeeze(1), is_enough
+
+
+def _filter(values_BC: torch.Tensor, rows: list[SampleRow], *, is_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of sorted candidates after all filters; for each row, whether one that is not here would have none."""
     sampling = [sample.row.sampling for sample in rows]
     count = values_BC.shape[1]
     top_k = torch.tensor([item.top_k or 1 << 40 for item in sampling], device=values_BC.device).unsqueeze(1)
@@ -105,5 +123,7 @@ def _filter(values_BC: torch.Tensor, rows: list[SampleRow], *, is_all: bool) -> 
     total = torch.where(has_tail, torch.ones_like(weights[:, :1]), weights.sum(-1, keepdim=True))
     before = weights.cumsum(dim=-1) - weights
     within = (before < top_p * total) | (ranks == 0)
-    is_enough = bool((~has_tail | ~within[:, -1:]).all())
-    return torch.where(within, weights, torch.zeros_like(weights)), is_enough
+    weights = torch.where(within, weights, torch.zeros_like(weights))
+    # A weight as small as the last candidate's: others of that size may be missing, or a whole tail.
+    reaches_end = ((weights > 0) & (values_BC <= values_BC[:, -1:])).any(dim=-1)
+    return weights, ~reaches_end | is_all

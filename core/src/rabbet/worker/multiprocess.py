@@ -199,7 +199,7 @@ class MultiprocessExecutor(Executor):
                 elif (problem := self._problem()) is not None:
                     self._die(EngineDeadError(problem))
                     return
-        except Exception as error:  # noqa: BLE001  the edge of the thread: nobody may wait for an answer that never comes
+        except Exception as error:  # the edge of the thread: nobody may wait for an answer that never comes
             logger.error("reading the answers of ranks failed", exc_info=error)
             self._die(EngineDeadError(f"reading the answers of ranks failed: {type(error).__name__}: {error}"))
 
