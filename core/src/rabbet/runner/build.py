@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from rabbet.config.resolved import ResolvedConfig, load_hf_config
+from rabbet.contracts.attention import AttentionBackend, AttentionQuery
 from rabbet.contracts.platform import Platform
-from rabbet.errors import ConfigError
-from rabbet.layers import BuildContext
+from rabbet.errors import ConfigError, PluginRefusedError
+from rabbet.layers import Attention, BuildContext
 from rabbet.layers.reference import TorchLayerOps
 from rabbet.parallel import ParallelState
 from rabbet.weights.dummy import fill_with_noise
 from rabbet.weights.load import finish_loading, load_weights
 
-__all__ = ["BuiltModel", "build_model"]
+__all__ = ["BuiltModel", "attention_query", "build_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def build_model(
     """Build and load.
 
     Raises:
+        PluginRefusedError: If the attention backend cannot serve a layer.
         WeightsError: If the checkpoint does not fit the model.
     """
     composition = resolved.composition
@@ -64,6 +66,7 @@ def build_model(
     format_class = composition.load("weights")
     with torch.device(device):
         model = model_class(config=config, context=context)
+    _check_attention(resolved, context)
     if composition.name("weights") == "dummy":
         size = fill_with_noise(model)
         finish_loading(model)
@@ -72,10 +75,46 @@ def build_model(
         report = load_weights(model, rules, format_class.tensors(resolved.files), progress=progress)
         size = report.parameters_bytes
         logger.info("weights: %d tensors in %.1f s", report.num_tensors, report.seconds)
-    if not context.attention_layers:
-        raise ConfigError("the model has no attention layers", field="model")
     assert isinstance(model, nn.Module)
     return BuiltModel(model=model.eval(), context=context, weights_bytes=size)
+
+
+def attention_query(resolved: ResolvedConfig, layer: Attention) -> AttentionQuery:
+    """What a layer that was built asks of its backend."""
+    spec = layer.kv_cache_spec()
+    return AttentionQuery(
+        device_type=resolved.device_type,
+        arch=resolved.arch,
+        dtype=resolved.dtype,
+        kv_cache_dtype=resolved.kv_cache_dtype,
+        num_heads=layer.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        block_size=spec.block_size,
+        window=spec.window,
+        has_soft_cap=layer.spec.soft_cap is not None,
+        has_sinks=layer.spec.sinks is not None,
+        has_alibi=layer.spec.alibi_slopes is not None,
+    )
+
+
+def _check_attention(resolved: ResolvedConfig, context: BuildContext) -> None:
+    """Ask the backend about every layer there is: it was chosen by what config.json says, which a model may not follow."""
+    if not context.attention_layers:
+        raise ConfigError("the model has no attention layers", field="model")
+    backend: type[AttentionBackend] = resolved.composition.load("attention")
+    name = resolved.composition.name("attention") or ""
+    for layer_name, layer in context.attention_layers.items():
+        refusals = backend.supports(attention_query(resolved, layer))
+        if refusals:
+            raise PluginRefusedError(
+                f"the layer {layer_name} cannot be run by attention/{name}: {'; '.join(map(str, refusals))}; choose another "
+                "with --attention-backend, and see: rabbet plugins list",
+                kind="attention",
+                name=name,
+                refusals=refusals,
+            )
 
 
 def _quantization(resolved: ResolvedConfig) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from rabbet.config.resolved import ResolvedConfig
-from rabbet.contracts.attention import AttentionBackend, AttentionContext, AttentionQuery
+from rabbet.contracts.attention import AttentionBackend, AttentionContext
 from rabbet.contracts.executor import MemoryReport, ModelRunner
 from rabbet.contracts.platform import Platform
 from rabbet.layers import ForwardContext, set_forward_context
 from rabbet.parallel import ParallelState, init_parallel
-from rabbet.runner.build import BuiltModel, build_model
+from rabbet.runner.build import BuiltModel, attention_query, build_model
 from rabbet.runner.inputs import StepInputs, build_inputs
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
@@ -130,7 +130,7 @@ class DeviceRunner(ModelRunner):
                 backend_class(
                     AttentionContext(
                         spec=spec,
-                        query=self._attention_query(spec, layer.num_heads),
+                        query=attention_query(resolved, layer),
                         device=self._device,
                         max_num_tokens=resolved.max_num_batched_tokens,
                         max_num_requests=resolved.max_num_seqs,
@@ -152,21 +152,6 @@ class DeviceRunner(ModelRunner):
             max_model_len=resolved.max_model_len,
             num_groups=len(config.groups),
             block_size=resolved.block_size,
-        )
-
-    def _attention_query(self, spec: KVCacheSpec, num_heads: int) -> AttentionQuery:
-        resolved = self._resolved
-        return AttentionQuery(
-            device_type=resolved.device_type,
-            arch=resolved.arch,
-            dtype=resolved.dtype,
-            kv_cache_dtype=resolved.kv_cache_dtype,
-            num_heads=num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            head_dim_v=spec.head_dim_v,
-            block_size=spec.block_size,
-            window=spec.window,
         )
 
     def warm_up(self) -> None:
