@@ -108,3 +108,51 @@ def test_the_line_is_silent_while_nothing_happens_and_closes_a_busy_time() -> No
     assert line.line(IDLE, 40.0) is None
     short = replace(IDLE, num_prompt_tokens=5, num_generation_tokens=1)
     assert line.line(short, 50.0) is not None, "work that began and ended between two looks is told, too"
+
+
+def test_numbers_of_the_engine_with_labels_and_buckets() -> None:
+    engine = replace(
+        IDLE, num_waiting=5, num_waiting_deferred=2, num_prompt_tokens=30, num_local_cached_tokens=8, num_external_cached_tokens=4,
+        external_queries=9, external_hits=4, num_drafts=6, num_accepted_at=(4, 1), num_iteration_tokens=110, iteration_token_counts=(3, 0, 0, 0, 0, 1, *[0] * 8),
+    )  # fmt: skip
+    text = render_metrics(FrontStats(), engine, Served(model="m"), compat="vllm").decode()
+    for prefix in ("rabbet", "vllm"):
+        found = {
+            (
+                s.name.removeprefix(f"{prefix}:"),
+                *(v for k, v in s.labels.items() if k not in ("model_name", "engine")),
+            ): s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+            if s.name.startswith(f"{prefix}:")
+        }
+        assert found["num_requests_waiting_by_reason", "capacity"] == 3
+        assert found["num_requests_waiting_by_reason", "deferred"] == 2
+        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        assert [found["prompt_tokens_by_source_total", source] for source in sources] == [18, 8, 4]
+        assert [found["spec_decode_num_accepted_tokens_per_pos_total", place] for place in "01"] == [4, 1]
+        assert found["spec_decode_num_drafts_total",] == 6 and found["external_prefix_cache_hits_total",] == 4
+        assert (
+            found["iteration_tokens_total_bucket", "1.0"] == 3 and found["iteration_tokens_total_bucket", "128.0"] == 4
+        )
+        assert found["iteration_tokens_total_count",] == 4 and found["iteration_tokens_total_sum",] == 110
+
+
+def test_an_engine_that_has_not_stepped_has_empty_buckets() -> None:
+    assert samples(FrontStats(), IDLE)["rabbet:iteration_tokens_total_bucket+Inf"] == 0
+
+
+def test_the_front_process_reports_itself() -> None:
+    assert samples(FrontStats())["process_resident_memory_bytes"] > 1 << 20
+
+
+def test_preemptions_computed_tokens_and_the_longest_output_of_a_request() -> None:
+    stats = FrontStats()
+    stats.observe_request(record(num_preemptions=2, most_output_tokens=3))
+    found = samples(stats)
+    assert (
+        found["rabbet:request_num_preemptions_bucket1.0"] == 0
+        and found["rabbet:request_num_preemptions_bucket2.0"] == 1
+    )
+    assert found["rabbet:request_prefill_kv_computed_tokens_sum"] == 6
+    assert found["rabbet:request_max_num_generation_tokens_sum"] == 3

@@ -478,3 +478,40 @@ def test_plan_without_a_connector_carries_no_message() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("a", [1]))
     assert planned(scheduler.schedule()).kv_transfer is None
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_are_counted_by_their_tokens(is_async: bool) -> None:
+    loop, _ = make_loop(is_async=is_async, caching=False)
+    loop.scheduler.add(make_request("a", [1] * 20, 3, sampling=no_end()))
+    loop.scheduler.add(make_request("b", [2] * 9, 2, sampling=no_end()))
+    loop.run()
+    stats = loop.scheduler.stats()
+    sizes = [plan.num_tokens for plan in loop.plans]
+    assert stats.num_iteration_tokens == sum(sizes) and sum(stats.iteration_token_counts) == len(sizes)
+    assert sizes[0] == 29 and stats.iteration_token_counts[3] == 1, "29 tokens are in the bucket up to 32"
+    assert stats.iteration_token_counts[0] == sizes.count(1)
+
+
+def test_cached_prompt_tokens_are_counted_by_their_source() -> None:
+    loop, _ = make_loop()
+    for name in "ab":
+        loop.scheduler.add(make_request(name, [5] * 14, 2, sampling=no_end()))
+        loop.run()
+    stats = loop.scheduler.stats()
+    assert (stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (28, 12, 0)
+    assert stats.external_queries == 0 == stats.num_waiting_deferred
+
+
+def test_accepted_drafts_are_counted_by_position() -> None:
+    loop, _ = make_loop(num_drafts=3)
+    for name in "abc":
+        loop.scheduler.add(make_request(name, [ord(name)] * 6, 12, sampling=no_end()))
+    loop.run()
+    stats = loop.scheduler.stats()
+    assert 0 < stats.num_accepted_tokens == sum(stats.num_accepted_at) < stats.num_draft_tokens
+    assert list(stats.num_accepted_at) == sorted(stats.num_accepted_at, reverse=True)
+    assert 0 < stats.num_drafts <= stats.num_draft_tokens and stats.num_accepted_at[0] <= stats.num_drafts

@@ -260,3 +260,27 @@ def test_connector_that_raises_costs_the_hit_and_nothing_else(raising: str, capl
     assert deltas[0].finish_reason is FinishReason.LENGTH and deltas[0].new_token_ids == [9]
     assert deltas[0].num_cached_tokens == (0 if raising in ("find_hit", "on_allocated") else 8)
     assert kv.usage == 0 and "the KV connector" in caplog.text
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_connector_was_asked_for_had_and_loaded_is_counted(is_async: bool) -> None:
+    scheduler, _ = start(Scripted(is_async=is_async, a=8, b=0), caching=False)
+    for name in "ab":
+        scheduler.add(make_request(name, PROMPT))
+    step(scheduler)
+    assert scheduler.stats().num_waiting_deferred == int(is_async)
+    if is_async:
+        step(scheduler, finished_loading=["a"])
+        step(scheduler)
+    stats = scheduler.stats()
+    assert (stats.external_queries, stats.external_hits) == (24, 8) and stats.num_waiting_deferred == 0
+    assert (stats.num_prompt_tokens, stats.num_external_cached_tokens, stats.num_local_cached_tokens) == (24, 8, 0)
+
+
+def test_who_waits_for_an_answer_of_the_connector_is_deferred_and_not_short_of_room() -> None:
+    scheduler, _ = start(Scripted(a=None, b=0))
+    for name in "ab":
+        scheduler.add(make_request(name, PROMPT))
+    step(scheduler)
+    stats = scheduler.stats()
+    assert (stats.num_waiting, stats.num_waiting_deferred) == (1, 1)

@@ -9,6 +9,7 @@ from server_scripted import CONTEXT
 
 from rabbet import __version__
 from rabbet.errors import EngineDeadError
+from rabbet.types.outputs import FinishReason
 
 PROBES = ("/health", "/ready", "/ping")
 
@@ -159,3 +160,15 @@ def test_one_line_a_request_without_its_text(make_site: Any, caplog: pytest.LogC
     lines = [record.getMessage() for record in caplog.records if answer["id"] in record.getMessage()]
     assert len(lines) == 1 and "length, 12 prompt tokens (2 cached), 3 generated" in lines[0]
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_metrics_know_the_longest_output_and_the_preemptions(site: Any, stream: bool) -> None:
+    last = {"new_token_ids": [99], "finish_reason": FinishReason.LENGTH, "num_preemptions": 2}
+    scripts = iter([[97, 98, last], [97, last]])
+    site.engine.script = lambda _request: next(scripts)
+    assert site.post("/v1/completions", {"prompt": "x", "n": 2, "max_tokens": 9, "stream": stream}).status_code == 200
+    histograms = site.state.stats.histograms
+    assert histograms["request_max_num_generation_tokens"].total == 3
+    assert histograms["request_generation_tokens"].total == 5
+    assert histograms["request_num_preemptions"].total == 4

@@ -15,7 +15,8 @@ __all__ = ["KVEvent", "KVEventPublisher", "RequestRecord", "StatLogger"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """One finished request, as a front end saw it. Times in seconds."""
+    """One finished request, as a front end saw it. Times in seconds; ``most_output_tokens`` are those of its longest
+    output."""
 
     request_id: str
     model: str
@@ -26,6 +27,8 @@ class RequestRecord:
     queued_s: float
     time_to_first_token_s: float | None
     total_s: float
+    num_preemptions: int = 0
+    most_output_tokens: int = 0
 
 
 class StatLogger(ABC):

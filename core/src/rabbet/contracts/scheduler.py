@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from rabbet.types.plan import StepPlan
     from rabbet.types.request import EngineRequest, Request
 
-__all__ = ["CacheHit", "KVManager", "Scheduler", "SchedulerContext", "SchedulerStats"]
+__all__ = ["ITERATION_TOKEN_BOUNDS", "CacheHit", "KVManager", "Scheduler", "SchedulerContext", "SchedulerStats"]
+
+ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of ``SchedulerStats.iteration_token_counts``; the last bucket is open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +142,30 @@ class SchedulerContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Gauges and counters (since start) for metrics and the periodic log line."""
+    """Gauges and counters (since start) for metrics and the periodic log line.
+
+    Attributes:
+        num_running: Requests in the batch.
+        num_waiting: Requests that wait, for whatever reason.
+        num_waiting_deferred: Those of them that wait for a KV connector; the others wait for room.
+        kv_usage: Share of the KV cache that requests hold, 0..1.
+        prefix_queries: Tokens looked up in the prefix cache.
+        prefix_hits: Tokens found there.
+        external_queries: Tokens that a KV connector was asked for.
+        external_hits: Tokens that it had.
+        num_preemptions: Preemptions.
+        num_steps: Plans.
+        num_prompt_tokens: Tokens of prompts that were taken in, cached ones included.
+        num_local_cached_tokens: Those of them that the prefix cache had.
+        num_external_cached_tokens: Those of them that a KV connector loaded.
+        num_generation_tokens: Tokens generated.
+        num_drafts: Drafts of one request and step, however long.
+        num_draft_tokens: Tokens in them.
+        num_accepted_tokens: Those of them that were right.
+        num_accepted_at: The same by their position in a draft.
+        num_iteration_tokens: Tokens of all steps.
+        iteration_token_counts: Steps by their number of tokens, in buckets of ``ITERATION_TOKEN_BOUNDS``.
+    """
 
     num_running: int
     num_waiting: int
@@ -152,6 +178,15 @@ class SchedulerStats:
     num_generation_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_waiting_deferred: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    num_local_cached_tokens: int = 0
+    num_external_cached_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted_at: tuple[int, ...] = ()
+    num_iteration_tokens: int = 0
+    iteration_token_counts: tuple[int, ...] = ()
 
 
 class Scheduler(ABC):

@@ -25,12 +25,13 @@ class Logprob:
 
 @dataclass(kw_only=True, slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds since the epoch or as durations."""
+    """Times of one request, in seconds since the epoch or as durations, and how often it was preempted."""
 
     arrival_time_s: float
     queued_s: float | None = None
     first_token_time_s: float | None = None
     finished_time_s: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(kw_only=True, slots=True)

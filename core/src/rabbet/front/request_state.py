@@ -144,6 +144,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.metrics = RequestMetrics(arrival_time_s=time.time())
+        self._preemptions = [0] * sampling.n
         self._last_finish: list[bool] = [False] * sampling.n
         self._is_final_shown = False
         self._interval = sampling.stream_interval or default_interval
@@ -167,6 +168,8 @@ class RequestState:
             self.prompt_logprobs += [decode(entry) for entry in delta.prompt_logprobs[:missing]]
         if delta.kv_transfer_params is not None:
             self.kv_transfer_params = delta.kv_transfer_params
+        self._preemptions[index] = max(self._preemptions[index], delta.num_preemptions)
+        self.metrics.num_preemptions = sum(self._preemptions)
         must_abort = self.outputs[index].feed(delta)
         if self.is_finished:
             self.metrics.finished_time_s = time.time()

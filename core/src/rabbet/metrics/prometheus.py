@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from rabbet.contracts.scheduler import SchedulerStats
-from rabbet.metrics.stats import HISTOGRAMS, FrontStats
+from rabbet.contracts.scheduler import ITERATION_TOKEN_BOUNDS, SchedulerStats
+from rabbet.metrics.stats import HISTOGRAMS, FrontStats, Histogram
 
 __all__ = ["Served", "render_metrics"]
 
@@ -53,8 +54,8 @@ class _Snapshot(Collector):
         yield self._responses()
         yield self._counter("prompt_tokens_cached", "Prompt tokens found in a cache.", front.cached_tokens)
         yield self._counter("unknown_request_fields", "Ignored fields of requests.", front.unknown_fields)
-        for name, (text, bounds) in HISTOGRAMS.items():
-            yield self._histogram(name, text, bounds)
+        for name, (text, _) in HISTOGRAMS.items():
+            yield self._buckets(name, text, front.histograms[name])
         yield self._info("composition_info", "The composition's digest.", digest=self._served.digest)
         yield self._info(
             "cache_config_info",
@@ -79,12 +80,39 @@ class _Snapshot(Collector):
             ("num_preemptions", "Preemptions.", engine.num_preemptions),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_queries),
             ("prefix_cache_hits", "Tokens found there.", engine.prefix_hits),
+            ("external_prefix_cache_queries", "Tokens that a KV connector was asked for.", engine.external_queries),
+            ("external_prefix_cache_hits", "Tokens that it had.", engine.external_hits),
+            ("spec_decode_num_drafts", "Drafts verified.", engine.num_drafts),
             ("engine_steps", "Steps.", engine.num_steps),
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", engine.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", engine.num_accepted_tokens),
         )
         for name, text, count in counters:
             yield self._counter(name, text, count)
+        yield from self._engine_families(engine)
+
+    def _engine_families(self, engine: SchedulerStats) -> Iterator[Metric]:
+        """Numbers of the engine with a label or with buckets."""
+        waiting = GaugeMetricFamily(
+            f"{self._prefix}:num_requests_waiting_by_reason",
+            "Requests that wait for room (capacity) or for a KV connector (deferred).",
+            labels=(*_LABELS, "reason"),
+        )
+        deferred = min(engine.num_waiting_deferred, engine.num_waiting)
+        waiting.add_metric((*self._labels, "capacity"), engine.num_waiting - deferred)
+        waiting.add_metric((*self._labels, "deferred"), deferred)
+        yield waiting
+        local, external = engine.num_local_cached_tokens, engine.num_external_cached_tokens
+        sources = {"local_cache_hit": local, "external_kv_transfer": external}
+        sources["local_compute"] = max(engine.num_prompt_tokens - local - external, 0)
+        text = "Prompt tokens by where their KV comes from."
+        yield self._by("prompt_tokens_by_source", text, "source", sources, tuple(sources))
+        positions = {str(position): count for position, count in enumerate(engine.num_accepted_at)}
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft."
+        yield self._by(name, text, "position", positions, tuple(positions))
+        counts = engine.iteration_token_counts or (0,) * (len(ITERATION_TOKEN_BOUNDS) + 1)
+        histogram = Histogram(ITERATION_TOKEN_BOUNDS, list(counts), engine.num_iteration_tokens)
+        yield self._buckets("iteration_tokens_total", "Tokens of a step.", histogram)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
@@ -111,11 +139,10 @@ class _Snapshot(Collector):
         gauge.add_metric((*self._labels, *values.values()), 1)
         return gauge
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Metric:
-        histogram = self._front.histograms[name]
+    def _buckets(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
         cumulative, buckets = 0, []
-        for bound, count in zip((*bounds, float("inf")), histogram.counts, strict=True):
+        for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
             cumulative += count
             buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), cumulative))
         family.add_metric(self._labels, buckets, histogram.total)
@@ -132,6 +159,8 @@ def render_metrics(front: FrontStats, engine: SchedulerStats | None, served: Ser
         compat: ``vllm`` also writes the reference engine's names.
     """
     registry = CollectorRegistry()
+    # Memory, processor time and open files of the front process, under the names that every exporter has.
+    ProcessCollector(registry=registry)
     registry.register(_Snapshot("rabbet", front, engine, served))
     if compat == "vllm":
         registry.register(_Snapshot("vllm", front, engine, served))

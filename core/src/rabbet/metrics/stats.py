@@ -24,6 +24,9 @@ HISTOGRAMS = {
     "request_inference_time_seconds": ("Time from the first scheduling to the last token.", _SECONDS),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens that were computed, not found in a cache.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of the longest output of a request.", _TOKENS),
+    "request_num_preemptions": ("Preemptions of a request.", (0, 1, 2, 3, 5, 10, 20, 50)),
     "request_params_n": ("Outputs that a request asks for.", _SMALL),
     "request_params_max_tokens": ("Limit on new tokens that a request sets.", _TOKENS),
 }
@@ -89,6 +92,9 @@ class FrontStats:
         self._observe("request_queue_time_seconds", record.queued_s)
         self._observe("request_prompt_tokens", record.num_prompt_tokens)
         self._observe("request_generation_tokens", record.num_output_tokens)
+        self._observe("request_prefill_kv_computed_tokens", record.num_prompt_tokens - record.num_cached_tokens)
+        self._observe("request_max_num_generation_tokens", record.most_output_tokens)
+        self._observe("request_num_preemptions", record.num_preemptions)
         first = record.time_to_first_token_s
         if first is None:
             return

@@ -21,6 +21,7 @@ class Entry:
         has_reported: A delta has been made.
         num_prompt_logprobs: Prompt positions reported so far, so that recomputation does not report them again.
         num_loaded_tokens: Tokens whose KV it holds before it runs, from a finished load; 0 if none.
+        num_external_tokens: Tokens that the connector loads or has loaded.
         skips_caches: It is computed whole: no hit of any cache is used.
         is_local_only: The connector is not asked for it (any more).
         has_failed_load: Its asynchronous load has failed, but is not over.
@@ -32,6 +33,7 @@ class Entry:
     has_reported: bool = False
     num_prompt_logprobs: int = 0
     num_loaded_tokens: int = 0
+    num_external_tokens: int = 0
     skips_caches: bool = False
     is_local_only: bool = False
     has_failed_load: bool = False

@@ -20,7 +20,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from rabbet.contracts import register_scheduler
@@ -29,6 +28,7 @@ from rabbet.contracts.scheduler import CacheHit, Scheduler, SchedulerContext, Sc
 from rabbet.errors import InvalidRequestError, OverloadedError
 from rabbet.kv.groups import blocks_for_one_request
 from rabbet.sched.admission import check_request, longest_request, unseen_tokens
+from rabbet.sched.counters import Counters
 from rabbet.sched.entry import Entry, Flight, FlightRow, PlanDraft
 from rabbet.sched.queue import FcfsQueue, PriorityQueue, RequestQueue, priority_key
 from rabbet.sched.stop import check_stop
@@ -55,16 +55,6 @@ class _Turn(Enum):
     """The connector cannot say yet; others may go first."""
 
 
-@dataclass(slots=True)
-class _Counters:
-    preemptions: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 class _TokenScheduler(Scheduler):
     """What both policies share."""
 
@@ -81,7 +71,8 @@ class _TokenScheduler(Scheduler):
         self._transfers = Transfers(context.connector, context.kv)
         self._flights: deque[Flight] = deque()
         self._gone: list[str] = []
-        self._counters = _Counters()
+        self._counters = Counters()
+        self._num_passed_over = 0
         self._random = random.Random()
         self._next_step = 1
 
@@ -191,7 +182,7 @@ class _TokenScheduler(Scheduler):
             kv_transfer=self._transfers.message(draft.counts),
         )
         self._next_step += 1
-        self._counters.steps += 1
+        self._counters.count_step(plan.num_tokens)
         self._flights.append(Flight(plan, self._depart(draft)))
         return plan
 
@@ -287,6 +278,7 @@ class _TokenScheduler(Scheduler):
                 passed_over.append(request)
             elif turn is _Turn.BLOCKED and (self._running or not self._give_up_load(request)):
                 break
+        self._num_passed_over = len(passed_over)
         for request in reversed(passed_over):
             self._waiting.put_back(request)
 
@@ -312,6 +304,10 @@ class _TokenScheduler(Scheduler):
             self._kv.release(request)
             return _Turn.LATER
         self._waiting.remove(request)
+        if not entry.num_loaded_tokens and not entry.is_local_only and self.context.connector is not None:
+            self._counters.external_queries += request.num_known_tokens - (hit.num_tokens if hit else 0)
+            self._counters.external_hits += external.num_tokens
+            entry.num_external_tokens = external.num_tokens
         if request.num_preemptions == 0 and request.num_output_tokens == 0:
             request.num_cached_tokens = min(start, request.num_prompt_tokens)
         if is_loading:
@@ -359,7 +355,8 @@ class _TokenScheduler(Scheduler):
         entry.has_row = True
         if request.first_scheduled_time_s is None:
             request.first_scheduled_time_s = time.time()
-            self._counters.prompt_tokens += request.num_prompt_tokens
+            num_external = entry.num_external_tokens
+            self._counters.count_prompt(request.num_prompt_tokens, request.num_cached_tokens, num_external)
         self._running.append(entry)
         draft.new.append(
             NewRequest(
@@ -464,8 +461,7 @@ class _TokenScheduler(Scheduler):
 
     def _rewind(self, request: Request, num_drafts: int, num_accepted: int) -> int:
         """Uncount the drafts that were not accepted; later tokens overwrite their KV. Returns how many."""
-        self._counters.draft_tokens += num_drafts
-        self._counters.accepted_tokens += num_accepted
+        self._counters.count_drafts(num_drafts, num_accepted)
         request.num_computed_tokens -= num_drafts - num_accepted
         return num_drafts - num_accepted
 
@@ -517,6 +513,15 @@ class _TokenScheduler(Scheduler):
             num_generation_tokens=counters.generation_tokens,
             num_draft_tokens=counters.draft_tokens,
             num_accepted_tokens=counters.accepted_tokens,
+            num_waiting_deferred=self._transfers.num_loading + min(self._num_passed_over, len(self._waiting)),
+            external_queries=counters.external_queries,
+            external_hits=counters.external_hits,
+            num_local_cached_tokens=counters.local_cached_tokens,
+            num_external_cached_tokens=counters.external_cached_tokens,
+            num_drafts=counters.drafts,
+            num_accepted_at=tuple(counters.accepted_at),
+            num_iteration_tokens=counters.iteration_tokens,
+            iteration_token_counts=tuple(counters.iteration_counts),
         )
 
     def check_integrity(self) -> None:

@@ -183,6 +183,7 @@ class _Watch:
         self._started = self._last = time.monotonic()
         self._first: float | None = None
         self._num_tokens = 0
+        self._of_output: dict[int, int] = {}
         self._output: RequestOutput | None = None
         self.reason: str | None = "abort"
 
@@ -203,6 +204,9 @@ class _Watch:
             stats.observe_gap(now - self._last, count)
         self._last, self._output = now, output
         self._num_tokens = self._num_tokens + count if self._is_delta else count
+        for item in output.outputs:
+            so_far = self._of_output.get(item.index, 0) if self._is_delta else 0
+            self._of_output[item.index] = so_far + len(item.token_ids)
         failed = next((item for item in output.outputs if item.finish_reason == "error"), None)
         if failed is not None:
             raise RequestFailedError(failed.error or "the request failed in the engine")
@@ -222,4 +226,6 @@ class _Watch:
             queued_s=(output.metrics.queued_s or 0.0) if output and output.metrics else 0.0,
             time_to_first_token_s=self._first,
             total_s=time.monotonic() - self._started,
+            num_preemptions=output.metrics.num_preemptions if output and output.metrics else 0,
+            most_output_tokens=max(self._of_output.values(), default=0),
         )
