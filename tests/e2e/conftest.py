@@ -161,6 +161,8 @@ BROKEN_POINTS = """[rabbet.attention]
 broken = broken_plugin:Attention
 [rabbet.platform]
 broken = broken_plugin:Platform
+[rabbet.weights]
+broken = broken_plugin:Weights
 [rabbet.hooks]
 crashing = crashing_hooks:Crashing
 [rabbet.manifest]
@@ -170,9 +172,9 @@ broken-plugin = broken_plugin:rabbet.toml
 
 @pytest.fixture(scope="session")
 def broken_plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a bad distribution: attention and platform do not import, hooks cannot be made.
+    """The environment of a bad distribution: attention, platform and weights do not import, hooks cannot be made.
 
-    It says that it is one of the project's own, so that "auto" tries its platform before all others.
+    It says that it is one of the project's own, so that "auto" tries its plugins before all others.
     """
     from rabbet.registry.discover import BUNDLED_AUTHOR
 
@@ -180,7 +182,7 @@ def broken_plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, code in BROKEN_MODULES.items():
         (site / name).mkdir()
         (site / name / "__init__.py").write_text(code)
-    provided = (("attention", "broken"), ("platform", "broken"), ("hooks", "crashing"))
+    provided = (("attention", "broken"), ("platform", "broken"), ("weights", "broken"), ("hooks", "crashing"))
     tables = [
         f'[[provides]]\nkind = "{kind}"\nname = "{name}"\ncontract = ">=1.0,<2"\npriority = 99\n'
         for kind, name in provided

@@ -11,7 +11,8 @@ import pytest
 from rabbet.config import engine_config_from_kwargs
 from rabbet.config.resolve import resolve
 from rabbet.config.resolved import resolved_from_bytes, resolved_to_bytes
-from rabbet.errors import ConfigError, PluginRefusedError, UnknownPluginError, WeightsError
+from rabbet.errors import ConfigError, PluginPolicyError, PluginRefusedError, UnknownPluginError, WeightsError
+from rabbet.weights.dummy import DummyFormat
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300,
@@ -87,3 +88,19 @@ def test_missing_model_and_missing_config_are_named(tmp_path: Path) -> None:
         resolve(engine_config_from_kwargs(str(tmp_path)), is_server=True)
     with pytest.raises(ConfigError, match="no list of architectures"):
         run(tmp_path, changes={"architectures": None})
+
+
+def test_weights_format_that_fails_is_passed_over_by_auto_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_query: Any) -> bool:
+        raise OSError("libmissing.so.1 is not there")
+
+    monkeypatch.setattr(DummyFormat, "matches", fail)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    resolved = run(tmp_path, load_format="auto")
+    assert resolved.composition.get("weights").name == "safetensors"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "weights/dummy" in warnings[0] and "libmissing.so.1" in warnings[0]
+    with pytest.raises(PluginPolicyError, match="weights/dummy.*--plugins-strict"):
+        run(tmp_path, load_format="auto", plugins_strict=True)

@@ -26,8 +26,10 @@ from rabbet.contracts.model import ModelQuery
 from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery
 from rabbet.contracts.quantization import QuantizationQuery
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
-from rabbet.errors import ConfigError, UnknownPluginError, WeightsError
+from rabbet.errors import ConfigError, PluginLoadError, UnknownPluginError, WeightsError
 from rabbet.registry import Catalog, Composition, Decision, PluginPolicy, compose, select
+from rabbet.registry.loader import ask
+from rabbet.registry.select import pass_over
 
 __all__ = ["FALLBACK_ARCHITECTURE", "policy_of", "resolve"]
 
@@ -170,8 +172,8 @@ def _refuse_what_is_not_run(config: EngineConfig, catalog: Catalog) -> None:
         ("structured_outputs", config.structured_outputs != StructuredOutputsConfig(), "runs no grammar plugins yet"),
         (
             "model.tokenizer_revision",
-            config.model.tokenizer_revision not in (None, config.model.revision),
-            "takes the tokenizer with the model, by --revision",
+            config.model.tokenizer is None and config.model.tokenizer_revision not in (None, config.model.revision),
+            "takes the tokenizer with the model, by --revision, unless --tokenizer names another",
         ),
         ("attention.flash_attn_version", config.attention.flash_attn_version is not None, "has no FlashAttention"),
         (
@@ -234,11 +236,13 @@ def _files(resolver: _Resolver) -> ModelFiles:
         return resolver.choose("weights", name, asked_by="--load-format").resolve(query)  # type: ignore[no-any-return]
     names = resolver.catalog.names("weights")
     for candidate in names:
-        decision = select(resolver.catalog, "weights", name=candidate, asked_by="auto")
-        format_class = resolver.load(decision)
-        if format_class.matches(query):
-            resolver.decisions.append(decision)
-            return format_class.resolve(query)  # type: ignore[no-any-return]
+        try:
+            is_match = ask(resolver.catalog.find("weights", candidate), "matches", query)
+        except PluginLoadError as error:
+            pass_over(resolver.catalog, str(error), kind="weights", name=candidate)
+            continue
+        if is_match:
+            return resolver.choose("weights", candidate, asked_by="auto").resolve(query)  # type: ignore[no-any-return]
     raise WeightsError(
         f"{query.model!r} is neither a directory with a config.json, nor a checkpoint file, nor a hub name that the "
         f"installed formats ({', '.join(names) or 'none'}) know; check the path"

@@ -10,7 +10,6 @@ from typing import Any
 import pluggy
 
 from rabbet.contracts.hooks import HookSpecs
-from rabbet.errors import PluginError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.entry import State
 from rabbet.registry.loader import load_entry
@@ -49,8 +48,9 @@ class HookBus:
             try:
                 bus.manager.register(load_entry(entry)(), name=entry.name)
             except (Exception, SystemExit) as error:  # its constructor may raise anything, and must not stop the start
-                text = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-                logger.warning("hooks/%s of %s is left out: %s", entry.name, entry.label, text)
+                logger.warning(
+                    "hooks/%s of %s is left out: %s: %s", entry.name, entry.label, type(error).__name__, error
+                )
                 bus.manager.unregister(name=entry.name) if bus.manager.has_plugin(entry.name) else None
         return bus
 

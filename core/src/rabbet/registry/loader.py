@@ -13,11 +13,11 @@ from typing import Any
 
 from rabbet.contracts.kinds import KINDS
 from rabbet.contracts.registration import registrations_of
-from rabbet.errors import PluginError, PluginLoadError
+from rabbet.errors import PluginError, PluginLoadError, RabbetError
 from rabbet.registry._load import load_entry_point
 from rabbet.registry.entry import Entry
 
-__all__ = ["load_entry", "resolve_value", "verify_class"]
+__all__ = ["ask", "load_entry", "resolve_value", "verify_class"]
 
 logger = logging.getLogger(__name__)
 _results: dict[tuple[str, str, str], type | PluginError] = {}
@@ -61,6 +61,22 @@ def _load(entry: Entry) -> type | PluginError:
         )
         failure.__cause__ = error
         return failure
+
+
+def ask(entry: Entry, method: str, query: Any) -> Any:
+    """Call a class method of a plugin; one that raises makes the plugin broken, as a failing import does.
+
+    Raises:
+        PluginLoadError: Naming owner, version, method and cause. What the plugin raises of ``rabbet.errors`` passes.
+    """
+    try:
+        return getattr(load_entry(entry), method)(query)
+    except RabbetError:
+        raise
+    except (Exception, SystemExit) as error:
+        told = f"{type(error).__name__}: {error}; upgrade or remove the distribution"
+        text = f"{entry.kind}/{entry.name} of {entry.label} failed in {method}(): {told}"
+        raise PluginLoadError(text, kind=entry.kind, name=entry.name) from error
 
 
 def resolve_value(value: str) -> Any:

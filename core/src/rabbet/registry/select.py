@@ -12,18 +12,16 @@ from rabbet.contracts.support import Refusal
 from rabbet.errors import (
     IncompatiblePluginError,
     PluginError,
-    PluginLoadError,
     PluginPolicyError,
     PluginRefusedError,
-    RabbetError,
     UnknownPluginError,
 )
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.decision import Decision, Rejection
 from rabbet.registry.entry import Entry, State
-from rabbet.registry.loader import load_entry
+from rabbet.registry.loader import ask, load_entry
 
-__all__ = ["claim_refusals", "select"]
+__all__ = ["claim_refusals", "pass_over", "select"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +74,26 @@ def _auto(catalog: Catalog, kind: str, query: Any, scope: str, preferences: Sequ
             chosen = entry
             continue
         rejected.append(_rejection(entry, state, reasons))
-        if state in (State.BROKEN, State.REFUSED):
+        if state is State.BROKEN or (state is State.REFUSED and catalog.policy.is_strict):
             text = f"{kind}/{entry.name} of {entry.label} was passed over, {state.value}: {'; '.join(reasons)}"
-            if catalog.policy.is_strict:
-                raise PluginPolicyError(f"{text} (--plugins-strict)", kind=kind, name=entry.name)
-            if state is State.BROKEN:
-                logger.warning("%s", text)
+            pass_over(catalog, text, kind=kind, name=entry.name)
     if chosen is None:
         rows = "\n".join(f"  {item.name}: {item.state}: {'; '.join(item.reasons)}" for item in rejected)
         error = PluginRefusedError if rejected else UnknownPluginError
         what = f"no installed {kind} plugin can be used:\n{rows}" if rejected else f"no {kind} plugin is installed"
         raise error(f"{what}; install one that fits, and see: rabbet plugins list", kind=kind)
     return _decision(chosen, scope, "auto", tuple(rejected))
+
+
+def pass_over(catalog: Catalog, text: str, *, kind: str, name: str) -> None:
+    """Tell that "auto" does without a plugin.
+
+    Raises:
+        PluginPolicyError: Instead, under ``--plugins-strict``.
+    """
+    if catalog.policy.is_strict:
+        raise PluginPolicyError(f"{text} (--plugins-strict)", kind=kind, name=name)
+    logger.warning("%s", text)
 
 
 def _ordered(catalog: Catalog, kind: str, preferences: Sequence[str]) -> list[Entry]:
@@ -136,21 +142,8 @@ def _claimed(value: Any, pattern: Any) -> bool:
 
 
 def _refusals(entry: Entry, query: Any) -> tuple[Refusal, ...]:
-    """What the plugin says against the query; a ``supports`` that raises makes the plugin broken, like its import."""
-    supports = getattr(load_entry(entry), "supports", None)
-    if query is None or supports is None:
-        return ()
-    try:
-        return tuple(supports(query))
-    except RabbetError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginLoadError(
-            f"{entry.kind}/{entry.name} of {entry.label} failed in supports(): {type(error).__name__}: {error}; "
-            "upgrade or remove the distribution",
-            kind=entry.kind,
-            name=entry.name,
-        ) from error
+    has_say = query is not None and hasattr(load_entry(entry), "supports")
+    return tuple(ask(entry, "supports", query)) if has_say else ()
 
 
 def _require_selectable(entry: Entry) -> None:
