@@ -86,11 +86,16 @@ def test_logprobs_hold_exactly_the_alternatives_asked_for(site: Any, count: int 
     assert streamed == entries
 
 
-def test_a_part_of_a_character_has_no_known_bytes(site: Any) -> None:
-    site.engine.script = lambda _request: list("\u20ac".encode())
-    answer = site.answer(PATH, {"messages": HELLO, "max_tokens": 3, "logprobs": True})
-    assert answer["choices"][0]["message"]["content"] == "\u20ac"
-    assert [entry["bytes"] for entry in answer["choices"][0]["logprobs"]["content"]] == [None] * 3
+def test_a_part_of_a_character_has_its_bytes(site: Any) -> None:
+    pieces = [[0xE2, 0x82], [0xAC], [0x41, 0xE2], [0x82], [0xAC]]
+    # Ids 258 and 260 are the pieces of two bytes.
+    site.engine.script = lambda _request: [258, 0xAC, 260, 0x82, 0xAC]
+    answer = site.answer(PATH, {"messages": HELLO, "max_tokens": 5, "logprobs": True, "top_logprobs": 2})
+    assert answer["choices"][0]["message"]["content"] == "\u20acA\u20ac"
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == pieces
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "\u20acA\u20ac"
+    assert all(item["bytes"] for entry in entries for item in entry["top_logprobs"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

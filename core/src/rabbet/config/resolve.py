@@ -23,7 +23,7 @@ from rabbet.contracts.executor import ExecutorQuery
 from rabbet.contracts.kv_cache_dtype import KVDtypeQuery
 from rabbet.contracts.linear import LinearQuery, MoEQuery
 from rabbet.contracts.model import ModelQuery
-from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery
+from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery, SupportsGraphs
 from rabbet.contracts.quantization import QuantizationQuery
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
 from rabbet.errors import ConfigError, PluginLoadError, UnknownPluginError, WeightsError
@@ -103,6 +103,7 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
     parallel = config.parallel
     world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     platform, device = _platform(resolver, world_size)
+    _say_what_changes_nothing(config, platform)
     files = _files(resolver)
     hf = {**files.config, **config.model.hf_overrides}
     hf_text = hf.get("text_config") or hf
@@ -164,32 +165,38 @@ def _refuse_what_is_not_run(config: EngineConfig, catalog: Catalog) -> None:
                 f"{KINDS[kind].chosen_by} names {entry.name}, but this release runs no {kind} plugins yet; leave it out",
                 field=kind,
             )
-    # The same where only what belongs to them is set. That there are no graphs is said, and stops nothing: tokens stay equal.
+    # The same where only what belongs to them is set.
+    model = config.model
     for place, is_set, what in (
         ("speculative", speculative is not None, "runs no proposer plugins yet"),
         ("kv_transfer", transfer is not None, "runs no kv_connector plugins yet"),
         ("kv_events", config.kv_events != KVEventsConfig(), "publishes no events yet"),
         ("structured_outputs", config.structured_outputs != StructuredOutputsConfig(), "runs no grammar plugins yet"),
-        (
-            "model.tokenizer_revision",
-            config.model.tokenizer is None and config.model.tokenizer_revision not in (None, config.model.revision),
-            "takes the tokenizer with the model, by --revision, unless --tokenizer names another",
-        ),
         ("attention.flash_attn_version", config.attention.flash_attn_version is not None, "has no FlashAttention"),
-        (
-            "model.quantization_config",
-            bool(config.model.quantization_config) and config.model.quantization is None,
-            "quantises only by the method that --quantization names",
-        ),
+        ("model.tokenizer_revision", model.tokenizer_revision not in (None, model.revision), "takes it by --revision"),
+        ("model.quantization_config", model.quantization_config and not model.quantization, "needs --quantization too"),
     ):
         if is_set:
-            section, _, name = place.partition(".")
-            flag = fields()[section, name].name if name else f"{section.replace('_', '-')}-config"
+            flag = (
+                fields()[section].name
+                if len(section := tuple(place.split("."))) > 1
+                else f"{place.replace('_', '-')}-config"
+            )
             raise ConfigError(f"--{flag} is set, but this release {what}; leave it out", field=place)
-    if config.compilation != CompilationConfig() or config.optimization_level != EngineConfig().optimization_level:
-        logger.warning(
-            "--compilation-config and -O change nothing here: no installed platform captures graphs or compiles models"
-        )
+
+
+def _say_what_changes_nothing(config: EngineConfig, platform: type[Platform]) -> None:
+    """Graphs and compilation are about speed alone, so what is set for them without an effect stops nothing."""
+    asked, plain = (
+        (config.compilation, config.optimization_level),
+        (CompilationConfig(), EngineConfig().optimization_level),
+    )
+    if (
+        asked[0].compile_ranges
+        or asked[0].compile_sizes
+        or (asked != plain and not issubclass(platform, SupportsGraphs))
+    ):
+        logger.warning("some of --compilation-config and -O changes nothing here: the platform does not do it")
 
 
 def _budget_fields(budgets: Budgets) -> dict[str, Any]:

@@ -58,11 +58,13 @@ class ModelConfig:
 
     model: str = _option("", "Directory, file, hub name, or a short name that a plugin provides")
     served_model_name: list[str] = _listed("Names that requests may use; the first one is reported")
-    tokenizer: str | None = _option(None, "Directory of another tokenizer")
+    tokenizer: str | None = _option(None, "Directory or hub name of another tokenizer")
     tokenizer_mode: Literal["auto", "hf", "slow"] = _option("auto", "How the tokenizer is loaded")
     revision: str | None = _option(None, "Hub revision")
     tokenizer_revision: str | None = _option(None, "Hub revision of the tokenizer")
-    trust_remote_code: bool = _option(False, "Allow Python code of the model's directory to run")
+    trust_remote_code: bool = _option(
+        False, "Allow Python code that a tokenizer brings to run; code of models never runs"
+    )
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = _option(
         "auto", "Type of the computation"
     )

@@ -18,7 +18,7 @@ from rabbet.front.chat import render_chat
 from rabbet.front.defaults import sampling_defaults
 from rabbet.front.processor import Processor, TokenizedPrompt
 from rabbet.front.request_state import RequestState
-from rabbet.front.tokenizer import Tokenizer, load_tokenizer
+from rabbet.front.tokenizer import Tokenizer, load_tokenizer, tokenizer_directory
 from rabbet.types.outputs import RequestDelta
 from rabbet.types.sampling import SamplingParams
 
@@ -79,7 +79,14 @@ class FrontBase:
         self.config = config
         self.client = client
         model = config.model
-        directory = model.tokenizer or resolved.files.tokenizer_dir
+        directory = resolved.files.tokenizer_dir
+        if model.tokenizer and not model.skip_tokenizer_init:
+            directory = tokenizer_directory(
+                model.tokenizer,
+                revision=model.tokenizer_revision,
+                download_dir=config.load.download_dir,
+                is_offline=config.load.is_offline,
+            )
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init and directory is not None:
             self.tokenizer = load_tokenizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -9,12 +10,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from rabbet.errors import ConfigError, InvalidRequestError
+from rabbet.errors import ConfigError, InvalidRequestError, shorten
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "tokenizer_directory"]
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
+_HUB_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def _spelled_bytes() -> dict[str, int]:
+    """Characters of byte-level vocabularies to the bytes that they spell: printable ones stand for themselves.
+
+    Source: the byte-to-unicode table of GPT-2, which its heirs share.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_SPELLED_BYTES = _spelled_bytes()
 
 
 class _Backend(Protocol):
@@ -116,6 +132,20 @@ class Tokenizer:
         """The byte that a token stands for, in tokenizers that spell unknown characters as byte tokens."""
         return self._bytes.get(token_id)
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes of a token, also where it is a part of a character; None if they cannot be known."""
+        byte, text = self._bytes.get(token_id), self.token(token_id)
+        if byte is not None:
+            return bytes([byte])
+        if "\ufffd" not in text:
+            return text.encode("utf-8", "surrogatepass")
+        spelling = self._backend.id_to_token(token_id) or ""
+        if not all(character in _SPELLED_BYTES for character in spelling):
+            return None
+        found = bytes(_SPELLED_BYTES[character] for character in spelling)
+        # Only a byte-level vocabulary reads its spelling like that.
+        return found if found.decode("utf-8", "replace") == text else None
+
     @cached_property
     def anchor(self) -> list[int]:
         """Tokens of some text, for decoding what follows as the middle of a text."""
@@ -142,6 +172,48 @@ def _byte_tokens(backend: _Backend, size: int) -> dict[int, int]:
     return found if letter is not None and backend.decode([letter], False) == "A" else {}
 
 
+def tokenizer_directory(
+    name: str, *, revision: str | None = None, download_dir: str | None = None, is_offline: bool = False
+) -> Path:
+    """The directory of ``--tokenizer``: a directory, or what the hub, or its local cache, has under a name.
+
+    Raises:
+        ConfigError: Saying what is not there and what to do.
+    """
+    # A text may be no path at all: NUL, too long, an unknown user.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        if (path := Path(name).expanduser()).is_dir():
+            return path
+    if not _HUB_NAME.fullmatch(name) or ".." in name:
+        raise ConfigError(
+            f"--tokenizer {shorten(name)} is neither a directory nor a hub name (organisation/model); check the path",
+            field="model.tokenizer",
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=is_offline,
+            allow_patterns=list(_HUB_FILES),
+            ignore_patterns=["*/*"],
+        )
+    except Exception as error:  # the library has no base class for what it raises, and httpx's pass through it
+        at = f" (revision {shorten(revision)})" if revision is not None else ""
+        hint = (
+            "offline mode is on and the local hub cache does not have it; download it first"
+            if is_offline
+            else "check the name and --tokenizer-revision, set HF_TOKEN if it is private, or try again later"
+        )
+        raise ConfigError(
+            f"--tokenizer {name}{at} cannot be had from the hub ({type(error).__name__}): {hint}",
+            field="model.tokenizer",
+        ) from error
+    return Path(found)
+
+
 def load_tokenizer(directory: Path, *, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a model's directory.
 
@@ -150,10 +222,15 @@ def load_tokenizer(directory: Path, *, mode: str = "auto", trust_remote_code: bo
     """
     settings = _settings(directory)
     fast = directory / "tokenizer.json"
-    try:
-        backend: _Backend = (
-            _Fast(fast) if fast.is_file() and mode != "slow" else _Slow(directory, trust_remote_code=trust_remote_code)
+    is_fast = fast.is_file() and mode != "slow"
+    if not is_fast and not trust_remote_code and settings.get("auto_map"):
+        raise ConfigError(
+            f"the tokenizer in {directory} is Python code of its own (auto_map in tokenizer_config.json), which runs only "
+            "with --trust-remote-code; read it first, or name another tokenizer with --tokenizer",
+            field="model.trust_remote_code",
         )
+    try:
+        backend: _Backend = _Fast(fast) if is_fast else _Slow(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # both libraries raise plain exceptions of their own
         raise ConfigError(f"the tokenizer in {directory} cannot be read: {error}", field="model.tokenizer") from error
     special = {key: text for key in _SPECIAL_KEYS if (text := _token_text(settings.get(key))) is not None}

@@ -41,10 +41,8 @@ def _entry(token_id: int, value: Logprob, as_ids: bool, tokenizer: Tokenizer | N
 
 def _bytes(token_id: int, text: str, tokenizer: Tokenizer | None) -> list[int] | None:
     """The token's bytes; None where it is a part of a character whose bytes are not known."""
-    byte = tokenizer.byte_of(token_id) if tokenizer is not None else None
-    if byte is not None:
-        return [byte]
-    return None if "\ufffd" in text else list(text.encode("utf-8", "surrogatepass"))
+    known = tokenizer.bytes_of(token_id) if tokenizer is not None else text.encode("utf-8", "surrogatepass")
+    return None if known is None else list(known)
 
 
 def completion_logprobs(
