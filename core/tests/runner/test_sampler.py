@@ -11,7 +11,7 @@ import torch
 from rabbet.runner.inputs import SampleRow
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
-from rabbet.runner.sampler import draw, uniform
+from rabbet.runner.sampler import draw, processed_logits, uniform
 from rabbet.runner.slots import Slots
 from rabbet.types.plan import NewRequest
 from rabbet.types.sampling import SamplingParams
@@ -250,3 +250,17 @@ def test_ids_that_the_head_does_not_have_are_passed_over() -> None:
     values = logits(1)
     adjust_logits(values, [sample], slots)
     assert torch.isinf(values[0]).nonzero().flatten().tolist() == [4, 7]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3}], ids=str
+)
+def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from(options: dict) -> None:
+    sampling = SamplingParams(**options)
+    values = logits(3, 2)
+    before = values.clone()
+    mine, greedy = row(sampling)[0], row(SamplingParams(temperature=0.0))[0]
+    processed = processed_logits(values, [mine, greedy])
+    probabilities = scores(processed, "processed_logprobs")[0].double().exp().numpy()
+    np.testing.assert_allclose(probabilities, reference(values[0], sampling), rtol=1e-5, atol=1e-7)
+    assert torch.equal(processed[1], values[1]) and torch.equal(values, before)

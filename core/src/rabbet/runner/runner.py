@@ -22,7 +22,7 @@ from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
 from rabbet.runner.memory import kv_budget
 from rabbet.runner.progress import loading_progress
-from rabbet.runner.sampler import draw
+from rabbet.runner.sampler import draw, processed_logits
 from rabbet.runner.slots import Slots
 from rabbet.types.kv import KVCacheConfig, KVCacheSpec
 from rabbet.types.outputs import StepResult, TokenLogprobs
@@ -232,7 +232,7 @@ class DeviceRunner(ModelRunner):
         # Nothing can be drawn from these, and trying to must not fail the others.
         logits[list(problems)] = 0.0
         if wanted and raw is None:
-            raw = scores(logits[wanted], mode)
+            raw = scores(processed_logits(logits[wanted], [rows[i] for i in wanted]), mode)
         tokens = draw(logits, rows).tolist()
         sampled: dict[str, list[int]] = {}
         failed: dict[str, str] = {}

@@ -16,7 +16,7 @@ import torch
 
 from rabbet.runner.inputs import SampleRow
 
-__all__ = ["draw", "uniform"]
+__all__ = ["draw", "processed_logits", "uniform"]
 
 _MASK = (1 << 64) - 1
 _CANDIDATES = 512
@@ -49,6 +49,22 @@ def draw(logits_BV: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
             numbers = [uniform(rows[i].row.seed, rows[i].output_index) for i in indices]
             tokens[indices] = function(chosen, numbers, [rows[i] for i in indices])
     return tokens
+
+
+def processed_logits(logits_BV: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+    """What tokens are drawn from, [B, V]: over temperature, minus infinity where a filter excludes. Greedy rows as given."""
+    processed = logits_BV.clone()
+    random = [i for i, sample in enumerate(rows) if not sample.row.sampling.is_greedy]
+    if random:
+        processed[random] /= _column(logits_BV, [rows[i].row.sampling.temperature for i in random])
+    filtered = [i for i in random if not _is_unfiltered(rows[i])]
+    if filtered:
+        chosen = processed[filtered]
+        values, ids = torch.softmax(chosen, dim=-1).sort(dim=-1, descending=True, stable=True)
+        weights, _ = _filter(values, [rows[i] for i in filtered], is_all=True)
+        is_kept = torch.zeros_like(chosen, dtype=torch.bool).scatter(1, ids, weights > 0)
+        processed[filtered] = chosen.masked_fill(~is_kept, float("-inf"))
+    return processed
 
 
 def _is_unfiltered(sample: SampleRow) -> bool:

@@ -13,6 +13,9 @@ __all__ = ["Row", "chat_logprobs", "completion_logprobs", "prompt_logprobs"]
 Row = dict[int, Logprob]
 """One position: the chosen token first, then the alternatives."""
 
+_LOWEST = -9999.0
+"""Stands for minus infinity, which a filter or mask makes of a token and JSON has no number for."""
+
 
 def chat_logprobs(
     token_ids: Sequence[int], rows: Sequence[Row], *, count: int, as_ids: bool, tokenizer: Tokenizer | None
@@ -34,9 +37,13 @@ def _entry(token_id: int, value: Logprob, as_ids: bool, tokenizer: Tokenizer | N
     text = value.decoded_token or ""
     return {
         "token": f"token_id:{token_id}" if as_ids else text,
-        "logprob": value.logprob,
+        "logprob": _finite(value.logprob),
         "bytes": _bytes(token_id, text, tokenizer),
     }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
 
 
 def _bytes(token_id: int, text: str, tokenizer: Tokenizer | None) -> list[int] | None:
@@ -64,7 +71,7 @@ def completion_logprobs(
     for token_id, row in zip(token_ids, rows, strict=True):
         text = tokenizer.token(token_id) if tokenizer is not None else ""
         tokens.append(f"token_id:{token_id}" if as_ids else text)
-        values.append(row[token_id].logprob if row else None)
+        values.append(_finite(row[token_id].logprob) if row else None)
         top.append(_alternatives(row, as_ids) if row else None)
         offsets.append(offset)
         offset += len(text)
@@ -76,7 +83,7 @@ def _alternatives(row: Row, as_ids: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     for token_id, entry in _sorted(row):
         text = f"token_id:{token_id}" if as_ids else entry.decoded_token or ""
-        found[text if text not in found else f"token_id:{token_id}"] = entry.logprob
+        found[text if text not in found else f"token_id:{token_id}"] = _finite(entry.logprob)
     return found
 
 
@@ -86,7 +93,7 @@ def prompt_logprobs(rows: Sequence[Row | None]) -> list[dict[str, Any] | None]:
         None
         if row is None
         else {
-            str(key): {"logprob": value.logprob, "rank": value.rank, "decoded_token": value.decoded_token}
+            str(key): {"logprob": _finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
             for key, value in row.items()
         }
         for row in rows
