@@ -31,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     spec.loader.exec_module(module)
     model = module.write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     with LLM(
-        str(model), engine_process=False, dtype="float32", max_model_len=CONTEXT, max_num_batched_tokens=32, max_num_seqs=16,
+        str(model), engine_process=False, load_format="safetensors", dtype="float32", max_model_len=CONTEXT, max_num_batched_tokens=32, max_num_seqs=16,
         num_gpu_blocks_override=20, block_size=16,
     ) as llm:  # fmt: skip
         yield llm

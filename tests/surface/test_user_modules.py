@@ -98,7 +98,7 @@ def module(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def answer(model: Path, **options: Any) -> list[int]:
-    options.setdefault("engine_process", False)
+    options = {"engine_process": False, "load_format": "safetensors", **options}
     with LLM(str(model), max_model_len=64, dtype="float32", **options) as llm:
         return llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 

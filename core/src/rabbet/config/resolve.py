@@ -167,35 +167,32 @@ def _refuse_what_is_not_run(config: EngineConfig, catalog: Catalog) -> None:
             )
     # The same where only what belongs to them is set.
     model = config.model
+    is_other = model.tokenizer is None and model.tokenizer_revision not in (None, model.revision)
     for place, is_set, what in (
         ("speculative", speculative is not None, "runs no proposer plugins yet"),
         ("kv_transfer", transfer is not None, "runs no kv_connector plugins yet"),
         ("kv_events", config.kv_events != KVEventsConfig(), "publishes no events yet"),
         ("structured_outputs", config.structured_outputs != StructuredOutputsConfig(), "runs no grammar plugins yet"),
         ("attention.flash_attn_version", config.attention.flash_attn_version is not None, "has no FlashAttention"),
-        ("model.tokenizer_revision", model.tokenizer_revision not in (None, model.revision), "takes it by --revision"),
-        ("model.quantization_config", model.quantization_config and not model.quantization, "needs --quantization too"),
+        ("model.tokenizer_revision", is_other, "takes a tokenizer without --tokenizer by the model's --revision"),
+        (
+            "model.quantization_config",
+            model.quantization_config and not model.quantization,
+            "has it for --quantization only",
+        ),
     ):
         if is_set:
-            flag = (
-                fields()[section].name
-                if len(section := tuple(place.split("."))) > 1
-                else f"{place.replace('_', '-')}-config"
-            )
+            section, _, name = place.partition(".")
+            flag = fields()[section, name].name if name else f"{section.replace('_', '-')}-config"
             raise ConfigError(f"--{flag} is set, but this release {what}; leave it out", field=place)
 
 
 def _say_what_changes_nothing(config: EngineConfig, platform: type[Platform]) -> None:
     """Graphs and compilation are about speed alone, so what is set for them without an effect stops nothing."""
-    asked, plain = (
-        (config.compilation, config.optimization_level),
-        (CompilationConfig(), EngineConfig().optimization_level),
-    )
-    if (
-        asked[0].compile_ranges
-        or asked[0].compile_sizes
-        or (asked != plain and not issubclass(platform, SupportsGraphs))
-    ):
+    compilation, level = config.compilation, config.optimization_level
+    has_graphs = issubclass(platform, SupportsGraphs)
+    is_set = compilation != CompilationConfig() or level != EngineConfig().optimization_level
+    if compilation.compile_ranges or compilation.compile_sizes or (is_set and not has_graphs):
         logger.warning("some of --compilation-config and -O changes nothing here: the platform does not do it")
 
 
