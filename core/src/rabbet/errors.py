@@ -63,7 +63,10 @@ def shorten(value: object) -> str:
     # Large containers are not rendered in full first: the repr alone could take seconds.
     if isinstance(value, str | bytes | list | tuple) and len(value) > _MAX_VALUE_CHARS:
         value = value[:_MAX_VALUE_CHARS]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"a very long {type(value).__name__}"
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
 
 

@@ -231,7 +231,10 @@ def test_ties_at_the_border_of_top_k_go_to_the_lowest_ids() -> None:
     [
         ({"allowed_token_ids": [5]}, {"bad_words_token_ids": [[5]]}),
         ({"allowed_token_ids": [7], "min_tokens": 3}, {"end_token_ids": [7]}),
-        ({"allowed_token_ids": [7], "min_tokens": 3, "logit_bias": {7: 100.0}, "repetition_penalty": 0.5}, {"end_token_ids": [7]}),
+        (
+            {"allowed_token_ids": [7], "min_tokens": 3, "logit_bias": {7: 100.0}, "repetition_penalty": 0.5},
+            {"end_token_ids": [7]},
+        ),
     ],
 )
 def test_row_without_any_token_left_is_told(sampling: dict, options: dict) -> None:
@@ -253,7 +256,9 @@ def test_ids_that_the_head_does_not_have_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3}], ids=str
+    "options",
+    [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3}],
+    ids=str,
 )
 def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from(options: dict) -> None:
     sampling = SamplingParams(**options)
@@ -264,3 +269,19 @@ def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from(opt
     probabilities = scores(processed, "processed_logprobs")[0].double().exp().numpy()
     np.testing.assert_allclose(probabilities, reference(values[0], sampling), rtol=1e-5, atol=1e-7)
     assert torch.equal(processed[1], values[1]) and torch.equal(values, before)
+
+
+def test_no_ids_to_report_leaves_the_chosen_token() -> None:
+    entry = token_logprobs(scores(logits(4)[0], "raw_logprobs"), 17, 0, [])
+    assert entry.token_ids == [17] and len(entry.logprobs) == len(entry.ranks) == 1
+
+
+@pytest.mark.parametrize("factor", [1e-300, 1e-38, 1e38, 1e300])
+def test_extreme_penalties_overflow_into_no_other_token_than_one_of_the_vocabulary(factor: float) -> None:
+    sampling = SamplingParams(repetition_penalty=factor, temperature=0.01)
+    sample, slots = row(sampling, tokens=(1, 2, 3))
+    values = logits(1)
+    values[0, 1], values[0, 2], values[0, 3] = 0.0, 4.0, -4.0
+    assert adjust_logits(values, [sample], slots) == [] and not values.isnan().any()
+    token = int(draw(values, [sample])[0])
+    assert token == 2 if factor < 1 else token not in (2, 3) and 0 <= token < VOCAB

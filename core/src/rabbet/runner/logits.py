@@ -13,6 +13,9 @@ from rabbet.runner.slots import Slots
 
 __all__ = ["adjust_logits"]
 
+_HIGHEST = 1e30
+"""Far above any logit, and finite over every temperature."""
+
 
 def adjust_logits(logits_BV: torch.Tensor, rows: list[SampleRow], slots: Slots) -> list[int]:
     """Apply what each request asked for, in place, in float32. Plain rows are not touched.
@@ -64,7 +67,9 @@ def _penalise(logits_V: torch.Tensor, sample: SampleRow, history: np.ndarray) ->
         ids = torch.from_numpy(np.unique(history)).to(logits_V.device)
         values = logits_V[ids]
         factor = sampling.repetition_penalty
-        logits_V[ids] = torch.where(values > 0, values / factor, values * factor)
+        penalised = torch.where(values > 0, values / factor, values * factor)
+        # An extreme factor overflows: the token is then certain, or impossible, but its row can still be drawn from.
+        logits_V[ids] = penalised.nan_to_num(nan=0.0, posinf=_HIGHEST, neginf=float("-inf"))
     output = history[sample.row.num_prompt_tokens :]
     if len(output) and (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0):
         unique, counts = np.unique(output, return_counts=True)

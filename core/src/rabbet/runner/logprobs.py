@@ -26,7 +26,7 @@ def token_logprobs(scores_V: torch.Tensor, token_id: int, count: int, only: list
     """
     vocab_size = scores_V.shape[0]
     if only is not None:
-        ids = torch.tensor(only, device=scores_V.device)
+        ids = torch.tensor(only, dtype=torch.int64, device=scores_V.device)
     elif count == 0:
         ids = torch.empty(0, dtype=torch.int64, device=scores_V.device)
     else:

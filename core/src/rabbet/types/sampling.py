@@ -24,6 +24,7 @@ GREEDY_EPSILON = 1e-5
 _MIN_TEMPERATURE = 0.01
 MAX_LOGPROB_TOKEN_IDS = 128
 _MAX_N = 16384
+_MAX_INT = 2**63 - 1
 
 
 class OutputKind(str, Enum):
@@ -212,7 +213,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, low=0, high=1)
         _check_int("top_k", self.top_k, low=-1)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1)
+            _check_int("seed", self.seed, low=-(2**63))
         if self.is_greedy:
             for name, value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
@@ -279,13 +280,20 @@ def _fail(name: str, value: object, rule: str) -> None:
     raise InvalidRequestError(f"{name} is {shorten(value)}, but must be {rule}", field=name, value=value)
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
+
+
 def _check_float(name: str, value: object, *, low: float, high: float = math.inf, low_open: bool = False) -> None:
     bracket = "(" if low_open else "["
     rule = f"a finite number > {low:g}" if high == math.inf and low_open else f"a number in {bracket}{low:g}, {high:g}]"
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not math.isfinite(value)
+        or not _is_finite(value)
         or value > high
         or value < low
         or (low_open and value == low)
@@ -293,9 +301,11 @@ def _check_float(name: str, value: object, *, low: float, high: float = math.inf
         _fail(name, value, rule)
 
 
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+def _check_int(name: str, value: object, *, low: int, high: int = _MAX_INT) -> None:
+    """``high`` is never beyond what travels to the engine and fits into a tensor."""
+    is_open = high == _MAX_INT and low > -high and not (isinstance(value, int) and value > high)
+    rule = f"an integer >= {low}" if is_open else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         _fail(name, value, rule)
 
 
@@ -339,7 +349,7 @@ def _checked_bias(bias: dict[Any, Any]) -> dict[int, float]:
         if token_id is None:
             _fail("logit_bias", key, "a map whose keys are token ids")
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             _fail("logit_bias", value, "a map whose values are numbers from -100 to 100")
         checked[token_id] = max(-100.0, min(100.0, float(value)))
     return checked
