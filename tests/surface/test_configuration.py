@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,23 @@ def test_shorthands_mean_their_options() -> None:
     assert (found.parallel.tensor_parallel_size, found.model.quantization, found.optimization_level) == (2, "fp8", 1)
     assert found.compilation.compile_sizes == [8] and found.attention.backend == "x"
     assert found.speculative is not None and found.speculative.method == "y"
+
+
+REFUSED_AS_A_WHOLE = {"speculative", "kv_transfer", "kv_events", "structured_outputs"}
+"""Sections in which anything that is set is refused at the start."""
+
+ONE_VALUE = {("cache", "prefix_caching_hash_algo")}
+"""Fields that have one value, so that nobody needs to read them."""
+
+
+def test_every_option_is_read_by_something_so_that_none_is_ignored() -> None:
+    core = Path(__file__).parents[2] / "core/src/rabbet"
+    declared = {"schema.py", "flags.py", "removed.py"}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in core.rglob("*.py") if path.name not in declared)
+    for place in fields():
+        if place[0] in REFUSED_AS_A_WHOLE or place in ONE_VALUE or place == ("additional_config",):
+            continue
+        # enforce_eager is obeyed by a platform without graphs by itself; a runner with graphs reads it.
+        if place == ("model", "enforce_eager"):
+            continue
+        assert re.search(rf"\.{place[-1]}\b|[\"']{place[-1]}[\"']", text), f"nobody reads {'.'.join(place)}"

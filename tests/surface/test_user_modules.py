@@ -157,3 +157,12 @@ def test_a_class_that_is_no_quantisation_is_refused_with_its_contract(tiny: Path
     finally:
         _staged.clear()
         _staged.update(before)
+
+
+def test_bases_and_layers_have_the_names_that_methods_of_the_field_test_for() -> None:
+    from rabbet import layers
+    from rabbet.contracts import quantization
+
+    assert quantization.LinearMethodBase is quantization.LinearMethod
+    assert quantization.FusedMoEMethodBase is quantization.FusedMoEMethod
+    assert issubclass(layers.QKVParallelLinear, layers.LinearBase) and isinstance(layers.FusedMoE, type)

@@ -114,6 +114,10 @@ class FusedMoEMethod(ABC):
         """The weighted sum over the local experts of each token."""
 
 
+FusedMoEMethodBase = FusedMoEMethod
+"""The reference engine's name for ``FusedMoEMethod``."""
+
+
 class EmbeddingMethod(ABC):
     """The same for a vocabulary-parallel embedding or output head."""
 
