@@ -24,7 +24,6 @@ GREEDY_EPSILON = 1e-5
 _MIN_TEMPERATURE = 0.01
 MAX_LOGPROB_TOKEN_IDS = 128
 _MAX_N = 16384
-_MAX_INT = 2**63 - 1
 
 
 class OutputKind(str, Enum):
@@ -213,7 +212,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, low=0, high=1)
         _check_int("top_k", self.top_k, low=-1)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=-(2**63))
+            _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1)
         if self.is_greedy:
             for name, value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
@@ -301,11 +300,9 @@ def _check_float(name: str, value: object, *, low: float, high: float = math.inf
         _fail(name, value, rule)
 
 
-def _check_int(name: str, value: object, *, low: int, high: int = _MAX_INT) -> None:
-    """``high`` is never beyond what travels to the engine and fits into a tensor."""
-    is_open = high == _MAX_INT and low > -high and not (isinstance(value, int) and value > high)
-    rule = f"an integer >= {low}" if is_open else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         _fail(name, value, rule)
 
 
