@@ -74,3 +74,9 @@ def test_synchronous_scheduling_changes_nothing(
 def test_two_ranks_change_nothing(model_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
     """9 query heads and 3 key heads over 2 ranks: the uneven split is padded with heads of zeros."""
     assert_same(run(model_dir, prompts, tensor_parallel_size=2), expected)
+
+
+def test_steps_without_graphs_change_nothing(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert_same(run(model_dir, prompts, enforce_eager=True), expected)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rabbet.contracts.support import Refusal
 
@@ -47,7 +47,13 @@ class Model(ABC):
 
     Order of calls: ``supports``; ``__init__`` under ``torch.device`` of the rank; the loader reads
     ``weight_rules`` and fills parameters; then ``forward`` and ``compute_logits`` for each step.
+
+    Attributes:
+        is_capturable: Neither method looks at a tensor's values on the host, so that a platform may capture their
+            operations once and replay them on other values.
     """
+
+    is_capturable: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod

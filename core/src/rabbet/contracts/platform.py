@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +14,16 @@ if TYPE_CHECKING:
 
     from rabbet.contracts.layer_ops import LayerOps
 
-__all__ = ["BatchDefaults", "DeviceInfo", "GraphSession", "MemoryInfo", "Platform", "PlatformQuery", "SupportsGraphs"]
+__all__ = [
+    "BatchDefaults",
+    "CaptureError",
+    "DeviceInfo",
+    "GraphSession",
+    "MemoryInfo",
+    "Platform",
+    "PlatformQuery",
+    "SupportsGraphs",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +137,15 @@ class Platform(ABC):
         return None
 
 
+class CaptureError(Exception):
+    """The work cannot be captured; the message names the operation. It can still be run without a graph."""
+
+
 class GraphSession(ABC):
-    """A captured step that can be replayed; made by ``SupportsGraphs.capture``."""
+    """A captured step that can be replayed; made by ``SupportsGraphs.capture``.
+
+    Sessions of one platform may share the memory of what they compute: outputs hold until the next capture or replay.
+    """
 
     @abstractmethod
     def replay(self) -> None:
@@ -136,8 +153,21 @@ class GraphSession(ABC):
 
 
 class SupportsGraphs(ABC):
-    """Optional ability of a platform: capture a callable and replay it without host work."""
+    """Optional ability of a platform: capture a callable and replay it without host work.
+
+    The runner captures steps of one new token a request: it keeps inputs in tensors whose addresses never change, fills
+    them in before a replay, and captures only for attention backends whose ``graph_support`` allows it and for models
+    with ``is_capturable``.
+    """
 
     @abstractmethod
-    def capture(self, work: object) -> GraphSession:
-        """Record ``work()``, a callable without arguments whose tensors keep their addresses."""
+    def capture(self, work: Callable[[], None]) -> GraphSession:
+        """Record ``work()`` and run it once, so that its outputs hold when this returns.
+
+        Args:
+            work: Reads and writes only tensors that outlive the session, or that it makes itself; no value of a tensor
+                is looked at on the host.
+
+        Raises:
+            CaptureError: If an operation cannot be replayed. The work may have run in part.
+        """

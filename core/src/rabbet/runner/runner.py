@@ -12,11 +12,13 @@ import torch
 
 from rabbet.config.resolved import ResolvedConfig
 from rabbet.contracts.attention import AttentionBackend, AttentionContext
+from rabbet.contracts.batch import AttentionBatch
 from rabbet.contracts.executor import MemoryReport, ModelRunner
 from rabbet.contracts.platform import Platform
 from rabbet.layers import ForwardContext, set_forward_context
 from rabbet.parallel import ParallelState, init_parallel
 from rabbet.runner.build import BuiltModel, attention_query, build_model
+from rabbet.runner.graphs import DecodeGraphs, decode_graphs
 from rabbet.runner.inputs import StepInputs, build_inputs
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
@@ -59,6 +61,7 @@ class DeviceRunner(ModelRunner):
         self._backends: list[AttentionBackend] = []
         self._cache_config: KVCacheConfig | None = None
         self._slots: Slots | None = None
+        self._graphs: DecodeGraphs | None = None
         self._buffers: list[torch.Tensor] = []
 
     # ---- start
@@ -153,6 +156,9 @@ class DeviceRunner(ModelRunner):
             num_groups=len(config.groups),
             block_size=resolved.block_size,
         )
+        if self._model.is_capturable:
+            assert self._platform is not None
+            self._graphs = decode_graphs(resolved, self._platform, self._backends, self._slots, self._compute)
 
     def warm_up(self) -> None:
         """One request of one step, so that lazy allocations and kernels are in place."""
@@ -187,27 +193,34 @@ class DeviceRunner(ModelRunner):
         if not plan.num_scheduled_tokens:
             return StepResult(step_id=plan.step_id)
         inputs = build_inputs(plan, slots, block_size=self._resolved.block_size, device=self._device)
-        hidden = self._forward(inputs)
+        logits = self._graphs.run(inputs) if self._graphs is not None else None
+        if logits is not None:
+            return self._sample(plan, inputs, logits, {})
+        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.batches)
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         if not inputs.sample_rows:
             return StepResult(step_id=plan.step_id, prompt_logprobs=prompt_logprobs)
         logits = self._model.compute_logits(hidden[inputs.sample_index])
         return self._sample(plan, inputs, logits, prompt_logprobs)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _compute(self, input_ids: torch.Tensor, positions: torch.Tensor, batches: list[AttentionBatch]) -> torch.Tensor:
+        """Logits of every row."""
+        return self._model.compute_logits(self._forward(input_ids, positions, batches))  # type: ignore[no-any-return]
+
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batches: list[AttentionBatch]) -> torch.Tensor:
         assert self._cache_config is not None
         metadata: dict[str, Any] = {}
         backends: dict[str, AttentionBackend] = {}
-        for group, backend, batch in zip(self._cache_config.groups, self._backends, inputs.batches, strict=True):
+        for group, backend, batch in zip(self._cache_config.groups, self._backends, batches, strict=True):
             made = backend.build_metadata(batch)
             for name in group.layer_names:
                 metadata[name] = made
                 backends[name] = backend
         context = ForwardContext(
-            kv_caches=self._caches, metadata=metadata, backends=backends, num_tokens=inputs.batches[0].num_tokens
+            kv_caches=self._caches, metadata=metadata, backends=backends, num_tokens=batches[0].num_tokens
         )
         with set_forward_context(context):
-            return self._model.forward(inputs.input_ids, inputs.positions)  # type: ignore[no-any-return]
+            return self._model.forward(input_ids, positions)  # type: ignore[no-any-return]
 
     def _sample(
         self,
@@ -290,6 +303,7 @@ class DeviceRunner(ModelRunner):
 
     def close(self) -> None:
         """See ``ModelRunner``."""
+        self._graphs = None
         self._caches.clear()
         self._buffers.clear()
         self._backends.clear()

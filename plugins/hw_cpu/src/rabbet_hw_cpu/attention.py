@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rabbet.contracts import Refusal, register_attention_backend
-from rabbet.contracts.attention import AttentionBackend, AttentionContext, AttentionLayerSpec, AttentionQuery, KVLayout
+from rabbet.contracts.attention import (
+    AttentionBackend,
+    AttentionContext,
+    AttentionLayerSpec,
+    AttentionQuery,
+    GraphSupport,
+    KVLayout,
+)
 from rabbet.types.kv import KVCacheSpec
 from rabbet_hw_cpu import native
 
@@ -87,6 +94,11 @@ class CpuAttention(AttentionBackend):
     def block_sizes(cls) -> tuple[int, ...]:
         """Any multiple of 16; 32 suits the tiles."""
         return (32, 16)
+
+    @classmethod
+    def graph_support(cls) -> GraphSupport:
+        """Decodes: the compiled kernels read lengths and tables at each run, plain torch does on the host."""
+        return GraphSupport.NEVER if native.library() is None else GraphSupport.DECODE
 
     def __init__(self, context: AttentionContext) -> None:
         """See ``AttentionBackend``."""

@@ -19,7 +19,7 @@ __all__ = ["StepArguments", "attention", "has_amx", "library", "start", "step_ar
 
 logger = logging.getLogger(__name__)
 _FILE = Path(__file__).parent / "_kernels.so"
-_ABI = 3
+_ABI = 4
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rabbet_has_amx": (_INT, ()),
@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rabbet_packed_bytes": (_INT64, (_INT64, _INT64, _INT, _INT)),
     "rabbet_pack": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT, _INT)),
     "rabbet_linear": (None, (*(_POINTER,) * 4, _INT64, _INT64, _INT64, _INT, _INT, _INT)),
+    "rabbet_replay": (None, (_POINTER, _INT64)),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform as host
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,21 @@ import psutil
 
 from rabbet.contracts import Refusal, register_platform
 from rabbet.contracts.layer_ops import LayerOps
-from rabbet.contracts.platform import BatchDefaults, DeviceInfo, MemoryInfo, Platform, PlatformQuery
+from rabbet.contracts.platform import (
+    BatchDefaults,
+    DeviceInfo,
+    GraphSession,
+    MemoryInfo,
+    Platform,
+    PlatformQuery,
+    SupportsGraphs,
+)
 from rabbet_hw_cpu import machine
 
 if TYPE_CHECKING:
     import torch
+
+    from rabbet_hw_cpu.graphs import Arena
 
 __all__ = ["CpuPlatform", "arch_name"]
 
@@ -44,7 +55,7 @@ def arch_name() -> str:
 
 
 @register_platform("cpu")
-class CpuPlatform(Platform):
+class CpuPlatform(Platform, SupportsGraphs):
     """The processor cores that this process may use."""
 
     device_type = "cpu"
@@ -93,6 +104,7 @@ class CpuPlatform(Platform):
     def __init__(self) -> None:
         self._ops: LayerOps | None = None
         self._world_size = 1
+        self._arena: Arena | None = None
 
     def init_device(self, *, local_rank: int, world_size: int) -> torch.device:
         """Give this rank its share of the cores, and as many threads."""
@@ -129,3 +141,11 @@ class CpuPlatform(Platform):
 
             self._ops = NativeLayerOps()
         return self._ops
+
+    def capture(self, work: Callable[[], None]) -> GraphSession:
+        """See ``SupportsGraphs``."""
+        from rabbet_hw_cpu.graphs import Arena, capture
+
+        if self._arena is None:
+            self._arena = Arena()
+        return capture(work, self._arena)

@@ -58,6 +58,9 @@ class GivenHidden(nn.Module):
 class TransformersForCausalLM(nn.Module, Model):
     """A causal model of transformers on one rank. The base model and the head run as transformers wrote them."""
 
+    # Code of transformers may choose what it does by lengths and values.
+    is_capturable = False
+
     @classmethod
     def supports(cls, query: ModelQuery) -> tuple[Refusal, ...]:
         """Refuses what transformers does not know, code that comes with the checkpoint, and several ranks."""

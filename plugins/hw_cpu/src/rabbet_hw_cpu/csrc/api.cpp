@@ -38,7 +38,7 @@ const rabbet::Variant& kernels() { return variant(chosen()); }
 #pragma GCC visibility push(default)
 extern "C" {
 
-int rabbet_abi() { return 3; }
+int rabbet_abi() { return 4; }
 // Takes a plainer variant than the widest, for tests; -1 takes the widest. Returns how many there are.
 int rabbet_select(int level) {
     chosen() = level < 0 || level >= levels() ? levels() - 1 : level;
@@ -79,6 +79,35 @@ void rabbet_linear(const void* x, const void* packed, const void* bias, void* ou
     const rabbet::LinearArgs args{x, packed, bias, out, rows, inputs, outputs, gated};
     if (tiles) rabbet::amx::linear(args);
     else kernels().linear(args, type);
+}
+
+// One call of the functions above as data; the order of the operations is that of graphs.py. `a` holds the arguments that are
+// not floating point, in their order.
+struct RabbetCall {
+    int64_t operation;
+    int64_t a[13];
+    double f;
+};
+
+void rabbet_replay(const RabbetCall* calls, int64_t count) {
+    for (const RabbetCall* c = calls; c != calls + count; ++c) {
+        const int64_t* a = c->a;
+        const auto p = [a](int i) { return reinterpret_cast<void*>(a[i]); };
+        const auto n = [a](int i) { return static_cast<int>(a[i]); };
+        const auto positions = [&p](int i) { return static_cast<const int64_t*>(p(i)); };
+        const float eps = static_cast<float>(c->f);
+        switch (c->operation) {
+            case 0: rabbet_rms_norm(p(0), p(1), p(2), a[3], a[4], a[5], eps, n(6)); break;
+            case 1: rabbet_add_rms_norm(p(0), p(1), p(2), a[3], a[4], eps, n(5)); break;
+            case 2:
+                rabbet_rotary(p(0), p(1), positions(2), static_cast<const float*>(p(3)), a[4], a[5], a[6], a[7], a[8], a[9], a[10],
+                              n(11), n(12));
+                break;
+            case 3: rabbet_gated(p(0), p(1), a[2], a[3], n(4), n(5)); break;
+            case 4: rabbet_attention(static_cast<const rabbet::AttentionArgs*>(p(0)), n(1), n(2)); break;
+            case 5: rabbet_linear(p(0), p(1), p(2), p(3), a[4], a[5], a[6], n(7), n(8), n(9)); break;
+        }
+    }
 }
 
 }  // extern "C"
