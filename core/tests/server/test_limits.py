@@ -129,3 +129,24 @@ def test_clients_cannot_grow_the_metrics(site: Any) -> None:
     # The answer to /metrics itself is a new line the first time.
     assert len(site.get("/metrics").text.splitlines()) <= before + 1
     assert len(site.state._noted) <= 64
+
+
+def test_what_clients_send_forges_no_line_of_the_log(
+    make_site: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Line ends, escape sequences and formats in prompts, names, fields, models and headers."""
+    site = make_site(enable_log_requests=True)
+    hostile = "x\r\n\x1b[31mERROR forged %s %d {} \u2028"
+    body = {"prompt": hostile, hostile: 1, "user": hostile, "max_tokens": 1}
+    with caplog.at_level("INFO"):
+        for more in (
+            {},
+            {"model": hostile},
+            {"request_id": hostile},
+            {"cache_salt": hostile},
+            {"stop": [hostile] * 99},
+        ):
+            site.post(COMPLETIONS, {**body, **more}, headers={"User-Agent": "%s\x1b[31m", "X-Request-Id": "%s{}"})
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("rabbet")]
+    assert len(lines) == 2, "one for the unknown field, one for the request that ran"
+    assert all(line.isprintable() for line in lines)

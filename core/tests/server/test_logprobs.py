@@ -7,7 +7,10 @@ from rabbet.server.logprobs import chat_logprobs, completion_logprobs, prompt_lo
 
 
 def test_minus_infinity_is_a_number_that_json_has() -> None:
-    row = {5: Logprob(logprob=-0.5, rank=1, decoded_token="a"), 6: Logprob(logprob=float("-inf"), rank=2, decoded_token="b")}
+    row = {
+        5: Logprob(logprob=-0.5, rank=1, decoded_token="a"),
+        6: Logprob(logprob=float("-inf"), rank=2, decoded_token="b"),
+    }
     chat = chat_logprobs([5, 6], [row, row], count=2, as_ids=False, tokenizer=None)["content"]
     assert [item["logprob"] for item in (*chat, *chat[0]["top_logprobs"])] == [-0.5, -9999.0, -0.5, -9999.0]
     completion, _ = completion_logprobs([5, 6], [row, row], offset=0, as_ids=False, tokenizer=None)
