@@ -89,3 +89,9 @@ def test_something_that_is_no_such_server_is_told(rabbet: Run, server: Any, mode
     server.models = models
     status, _, error = rabbet("chat", "--url", server.url, "-q", "Hi")
     assert status == 1 and "something else than a list of models; check --url" in error
+
+
+def test_url_that_is_none_is_told_where_the_model_is_given_too(rabbet: Run) -> None:
+    status, out, error = rabbet("complete", "--url", "http://[bad", "--model", "m", "-q", "Hi")
+    assert (status, out) == (1, "")
+    assert error.startswith("rabbet: error: http://[bad/v1 is no URL") and "--url" in error

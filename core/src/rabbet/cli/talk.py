@@ -133,6 +133,8 @@ class Talk:
                     if "error" in event:
                         raise TalkError(message_of(line[6:]))
                     yield event
+        except httpx.InvalidURL as error:
+            raise TalkError(f"{self._base} is no URL ({error}); check --url") from error
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise TalkError(f"the connection to the server broke: {error}") from error
 

@@ -33,13 +33,18 @@ def fit_context(
     if resolved.is_max_model_len_auto and fits > 1:
         logger.info("context: %d of the model's %d tokens fit into the KV cache (--max-model-len auto)", fits, wanted)
         return fits
-    needed = bytes_for_one_request(specs, wanted) / _GIB
-    available = report.available_kv_bytes / _GIB
+    needed = _size(bytes_for_one_request(specs, wanted))
+    available = _size(report.available_kv_bytes)
     raise ConfigError(
-        f"the KV cache has {available:.3f} GiB ({max(num_blocks - 1, 0)} blocks), but one request of {wanted} tokens "
-        f"needs {needed:.3f} GiB; the largest --max-model-len that fits is {fits}. {_advice(resolved, fits)}",
+        f"the KV cache has {available} ({max(num_blocks - 1, 0)} blocks), but one request of {wanted} tokens "
+        f"needs {needed}; the largest --max-model-len that fits is {fits}. {_advice(resolved, fits)}",
         field="model.max_model_len",
     )
+
+
+def _size(size_bytes: int) -> str:
+    """In a unit in which it is not zero."""
+    return f"{size_bytes / _GIB:.3f} GiB" if size_bytes >= _GIB / 100 else f"{size_bytes / (1 << 20):.3f} MiB"
 
 
 def _advice(resolved: ResolvedConfig, fits: int) -> str:

@@ -121,7 +121,9 @@ class MultiprocessExecutor(Executor):
             init_method=f"file://{self._directory}/rendezvous",
             socket_dir=str(self._directory),
             path=[path for path in sys.path if path],
-            modules=sorted({record.module for record in staged_registrations()} - {"__main__"} - _one_file_modules(self.config)),
+            modules=sorted(
+                {record.module for record in staged_registrations()} - {"__main__"} - _one_file_modules(self.config)
+            ),
         )
         data = msgspec.msgpack.encode(start)
         process = subprocess.Popen([sys.executable, "-m", "rabbet.worker.process"], stdin=subprocess.PIPE)
