@@ -92,6 +92,6 @@ def test_something_that_is_no_such_server_is_told(rabbet: Run, server: Any, mode
 
 
 def test_url_that_is_none_is_told_where_the_model_is_given_too(rabbet: Run) -> None:
-    status, out, error = rabbet("complete", "--url", "http://[bad", "--model", "m", "-q", "Hi")
+    status, out, error = rabbet("complete", "--url", "http://127.0.0.1:port", "--model", "m", "-q", "Hi")
     assert (status, out) == (1, "")
-    assert error.startswith("rabbet: error: http://[bad/v1 is no URL") and "--url" in error
+    assert error.startswith("rabbet: error: http://127.0.0.1:port/v1 is no URL") and "--url" in error
