@@ -50,10 +50,14 @@ FAILURES = {
     "bad value": Failure(("{tiny}", "--max-model-len", "0"), EXIT_CONFIG, ("--max-model-len is 0", "must be positive")),
     "small KV cache": Failure(
         ("{tiny}", "--kv-cache-memory-bytes", "100K", "--max-model-len", "4096"), EXIT_CONFIG,
-        ("4096 tokens", "largest --max-model-len that fits is", "--kv-cache-memory-bytes (now 102400)"),
+        ("has 0.098 MiB", "4096 tokens needs 2.016 MiB", "largest --max-model-len that fits is", "--kv-cache-memory-bytes (now 102400)"),
     ),
     "truncated weights": Failure(("{truncated}",), EXIT_FAILED, ("model.safetensors", "truncated or corrupt")),
     "broken config": Failure(("{broken}",), EXIT_FAILED, ("config.json",)),
+    "stat logger that fails": Failure(
+        ("{tiny}", "--plugin", "{root}/loud.py", "--stat-loggers", "loud"), EXIT_CONFIG,
+        ("--stat-loggers loud", "RuntimeError: no collector"),
+    ),
     "unknown architecture": Failure(("{mystery}",), EXIT_CONFIG, ("MysteryForCausalLM", "plugin")),
     "plugin that does not import": Failure(
         ("{tiny}", "--attention-backend", "broken"), EXIT_CONFIG,
@@ -61,6 +65,23 @@ FAILURES = {
         is_broken_installed=True,
     ),
 }  # fmt: skip
+
+
+FAILING_STAT_LOGGER = """
+from rabbet.contracts import register_stat_logger
+from rabbet.contracts.observability import StatLogger
+
+@register_stat_logger("loud")
+class Loud(StatLogger):
+    def __init__(self, config):
+        raise RuntimeError("no collector")
+
+    def on_request(self, record):
+        pass
+
+    def on_stats(self, stats):
+        pass
+"""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +97,7 @@ def places(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (root / "mystery/config.json").write_text(
         json.dumps(config | {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"})
     )
+    (root / "loud.py").write_text(FAILING_STAT_LOGGER)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
