@@ -515,3 +515,69 @@ def test_accepted_drafts_are_counted_by_position() -> None:
     assert 0 < stats.num_accepted_tokens == sum(stats.num_accepted_at) < stats.num_draft_tokens
     assert list(stats.num_accepted_at) == sorted(stats.num_accepted_at, reverse=True)
     assert 0 < stats.num_drafts <= stats.num_draft_tokens and stats.num_accepted_at[0] <= stats.num_drafts
+
+
+# ---- prefixes under way
+
+
+HEAD = [1, 2, 3, 4] * 6
+
+
+@pytest.fixture
+def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbet.sched.scheduler._MIN_SHARED_TOKENS", 8)
+
+
+@pytest.mark.usefixtures("short_prefixes")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_burst_with_one_prefix_computes_it_once(is_async: bool) -> None:
+    loop, _ = make_loop(is_async=is_async, max_num_batched_tokens=64, num_blocks=60)
+    for name in "abcd":
+        loop.scheduler.add(make_request(name, [*HEAD, ord(name) % 50], 3, sampling=no_end()))
+    loop.run()
+    computed = [plan.num_scheduled_tokens for plan in loop.plans]
+    assert list(computed[0]) == ["a"]
+    others = next(counts for counts in computed if "b" in counts)
+    assert others["b"] == others["c"] == others["d"] == 1
+    assert all(end.num_cached_tokens == len(HEAD) for name, end in loop.ends.items() if name != "a")
+
+
+@pytest.mark.usefixtures("short_prefixes")
+def test_a_prefix_is_waited_for_as_long_as_its_chunks_take_and_others_go_first() -> None:
+    loop, _ = make_loop(max_num_batched_tokens=16, num_blocks=60)
+    for name, tokens in (("a", [*HEAD, 9]), ("b", [*HEAD, 8]), ("c", [30, 31])):
+        loop.scheduler.add(make_request(name, tokens, 3, sampling=no_end()))
+    loop.turn()
+    loop.turn()
+    assert [dict(plan.num_scheduled_tokens) for plan in loop.plans[:2]] == [{"a": 16}, {"a": 9, "c": 2}]
+    assert loop.scheduler.stats().num_waiting_deferred == 1
+    loop.turn()
+    assert loop.plans[2].num_scheduled_tokens["b"] == 1
+
+
+@pytest.mark.usefixtures("short_prefixes")
+def test_nobody_waits_for_a_prefix_whose_request_is_gone() -> None:
+    scheduler, _ = make_scheduler(max_num_batched_tokens=16, num_blocks=60)
+    scheduler.add(make_request("a", [*HEAD, 9]))
+    scheduler.add(make_request("b", [*HEAD, 8]))
+    assert list(planned(scheduler.schedule()).num_scheduled_tokens) == ["a"]
+    scheduler.finish(["a"], FinishReason.ABORT)
+    assert list(planned(scheduler.schedule()).num_scheduled_tokens) == ["b"]
+
+
+@pytest.mark.usefixtures("short_prefixes")
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (HEAD[:6] + [9] * 19, {}),
+        ([*HEAD[:12], *[9] * 30], {}),
+        ([*HEAD, 8], {"cache_salt": "other"}),
+        ([*HEAD, 8], {"sampling": SamplingParams(temperature=0.0, prompt_logprobs=1)}),
+    ],
+    ids=["short prefix", "less than half", "other salt", "no cache wanted"],
+)
+def test_nobody_waits_for_little(tokens: list[int], options: dict[str, Any]) -> None:
+    scheduler, _ = make_scheduler(max_num_batched_tokens=100, num_blocks=60)
+    scheduler.add(make_request("a", [*HEAD, 9]))
+    scheduler.add(make_request("b", tokens, **options))
+    assert set(planned(scheduler.schedule()).num_scheduled_tokens) == {"a", "b"}

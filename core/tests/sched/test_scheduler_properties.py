@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,17 +78,19 @@ SETUPS: dict[str, st.SearchStrategy[Any]] = {
 @given(
     step=st.sampled_from([(4, True, 0), (16, True, 0), (64, True, 0), (64, True, 5), (32, False, 0)]),
     num_drafts=st.sampled_from([0, 0, 3]),
+    min_shared=st.sampled_from([BLOCK, 256]),
     **SETUPS,
 )
 def test_random_traffic_gives_every_request_its_own_tokens_and_one_end(
-    seed: int, step: tuple[int, bool, int], **setup: Any
+    seed: int, step: tuple[int, bool, int], min_shared: int, **setup: Any
 ) -> None:
     budget, is_chunked, threshold = step
     loop, kv = make_loop(
         seed=seed, max_num_batched_tokens=budget, is_chunked_prefill=is_chunked, long_prefill_token_threshold=threshold,
         **setup,
     )  # fmt: skip
-    requests = drive(loop, random.Random(seed), longest_prompt=32)
+    with patch("rabbet.sched.scheduler._MIN_SHARED_TOKENS", min_shared):
+        requests = drive(loop, random.Random(seed), longest_prompt=32)
     check_answers(loop, requests)
     assert kv.usage == 0 and kv.num_free_blocks == setup["num_blocks"] - 1
     assert sum(end.num_preemptions for end in loop.ends.values()) == loop.scheduler.stats().num_preemptions

@@ -25,6 +25,8 @@ class Entry:
         skips_caches: It is computed whole: no hit of any cache is used.
         is_local_only: The connector is not asked for it (any more).
         has_failed_load: Its asynchronous load has failed, but is not over.
+        prefill_hashes: Blocks that it computes now and that others may wait for.
+        prefill_end: Tokens that are computed when none of them is under way any more.
     """
 
     request: Request
@@ -37,6 +39,8 @@ class Entry:
     skips_caches: bool = False
     is_local_only: bool = False
     has_failed_load: bool = False
+    prefill_hashes: list[bytes] = field(default_factory=list)
+    prefill_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)

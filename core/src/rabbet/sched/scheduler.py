@@ -10,6 +10,9 @@ result that arrives for a request which was preempted or ended since its plan is
 plans strictly in order, so a later plan writes them only after that step. Transfers of a KV connector are not ordered
 so; ``transfers`` keeps their blocks.
 
+A waiting request whose prefix a running one is computing right now waits until it can be found, where that spares most of
+its work: a burst of requests that share a long prefix computes it once.
+
 Drafts come with a result and verifying them leaves the length open, so where drafts are made a request waits for its
 result before its next step; async scheduling then overlaps the steps of different requests only.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from enum import Enum
 
@@ -42,6 +45,10 @@ __all__ = ["FcfsScheduler", "PriorityScheduler"]
 
 _LOAD_FAILED = "the KV cache of this request could not be loaded from the connector"
 _LOCAL = ExternalHit(num_tokens=0)
+_MIN_SHARED_TOKENS = 256
+"""A prefix under way must spare at least so many tokens, and half of what is left, to be worth a step's delay."""
+_MAX_PASSED_OVER = 128
+"""Requests that one step looks past, so that a long queue of such requests costs no time."""
 
 
 class _Turn(Enum):
@@ -52,7 +59,7 @@ class _Turn(Enum):
     BLOCKED = "blocked"
     """It does not fit now, and nobody overtakes it."""
     LATER = "later"
-    """The connector cannot say yet; others may go first."""
+    """The connector cannot say yet, or its prefix is under way; others may go first."""
 
 
 class _TokenScheduler(Scheduler):
@@ -73,6 +80,7 @@ class _TokenScheduler(Scheduler):
         self._gone: list[str] = []
         self._counters = Counters()
         self._num_passed_over = 0
+        self._prefills: dict[bytes, int] = {}
         self._random = random.Random()
         self._next_step = 1
 
@@ -148,6 +156,7 @@ class _TokenScheduler(Scheduler):
     def _leave_row(self, entry: Entry) -> None:
         """Drop results under way, and tell the runner, with the next plan, that the row is free."""
         entry.epoch += 1
+        self._end_prefill(entry)
         if entry.has_row:
             entry.has_row = False
             self._gone.append(entry.request.request_id)
@@ -276,6 +285,8 @@ class _TokenScheduler(Scheduler):
             if turn is _Turn.LATER:
                 self._waiting.remove(request)
                 passed_over.append(request)
+                if len(passed_over) >= _MAX_PASSED_OVER:
+                    break
             elif turn is _Turn.BLOCKED and (self._running or not self._give_up_load(request)):
                 break
         self._num_passed_over = len(passed_over)
@@ -289,6 +300,8 @@ class _TokenScheduler(Scheduler):
         if not entry.num_loaded_tokens:
             if not entry.skips_caches:
                 hit = self._kv.find_hit(request)
+                if self._is_prefix_under_way(request, hit.num_tokens):
+                    return _Turn.LATER
             external = self._transfers.find_hit(entry, hit.num_tokens if hit else 0, self._block_size)
         if external.num_tokens is None:
             return _Turn.LATER
@@ -315,6 +328,29 @@ class _TokenScheduler(Scheduler):
         else:
             self._run(entry, draft, start, count)
         return _Turn.TAKEN
+
+    def _is_prefix_under_way(self, request: Request, num_cached: int) -> bool:
+        """Whether a running request is computing most of what this one lacks. A block's hash stands for all before it."""
+        if not self._prefills:
+            return False
+        start = num_cached // self._block_size
+        num_left = (request.num_known_tokens - 1) // self._block_size - start
+        last = start + max(-(-num_left // 2), -(-_MIN_SHARED_TOKENS // self._block_size)) - 1
+        return last < len(request.block_hashes) and request.block_hashes[last] in self._prefills
+
+    def _begin_prefill(self, entry: Entry, start: int) -> None:
+        """Blocks of the request's known tokens are under way until all of them are computed, or it stops running."""
+        entry.prefill_end = entry.request.num_known_tokens
+        entry.prefill_hashes = entry.request.block_hashes[start // self._block_size :]
+        for value in entry.prefill_hashes:
+            self._prefills[value] = self._prefills.get(value, 0) + 1
+
+    def _end_prefill(self, entry: Entry) -> None:
+        for value in entry.prefill_hashes:
+            self._prefills[value] -= 1
+            if not self._prefills[value]:
+                del self._prefills[value]
+        entry.prefill_hashes = []
 
     def _first_tokens(self, request: Request, start: int, tokens_left: int) -> int:
         """Tokens of a request's first step; 0 if it must wait for a step with more room."""
@@ -358,6 +394,7 @@ class _TokenScheduler(Scheduler):
             num_external = entry.num_external_tokens
             self._counters.count_prompt(request.num_prompt_tokens, request.num_cached_tokens, num_external)
         self._running.append(entry)
+        self._begin_prefill(entry, start)
         draft.new.append(
             NewRequest(
                 request_id=request.request_id,
@@ -439,6 +476,8 @@ class _TokenScheduler(Scheduler):
                 num_computed -= self._rewind(request, num_drafts, len(tokens) - 1)
         accepted, reason = self._append(request, tokens)
         self._kv.commit(request, min(num_computed, request.num_known_tokens))
+        if entry.prefill_hashes and num_computed >= entry.prefill_end:
+            self._end_prefill(entry)
         drafts = result.draft_token_ids.get(request_id)
         request.draft_token_ids = list(drafts[: self.context.num_speculative_tokens]) if drafts else []
         logprobs = result.logprobs.get(request_id)
@@ -539,6 +578,8 @@ class _TokenScheduler(Scheduler):
         assert len(self._waiting) == len(queues[1]), "the queue's length is wrong"
         for request_id, entry in self._entries.items():
             self._check_entry(entry, is_running=request_id in queues[0])
+        under_way = Counter(value for entry in self._running for value in entry.prefill_hashes)
+        assert under_way == self._prefills, "prefixes are under way that nobody computes"
 
     def _check_entry(self, entry: Entry, *, is_running: bool) -> None:
         request = entry.request
