@@ -98,6 +98,7 @@ def start(*, num_threads: int, cores: list[int] | None) -> None:
         loaded.rabbet_start(num_threads, None if cores is None else (ctypes.c_int * len(cores))(*cores))
 
 
+@cache
 def type_code(dtype: torch.dtype) -> int | None:
     """0 for float32, 1 for bfloat16, None for what the kernels do not take."""
     import torch

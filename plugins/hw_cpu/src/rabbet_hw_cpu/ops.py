@@ -68,12 +68,12 @@ class NativeLayerOps(LayerOps):
         """See ``LayerOps``. In place."""
         code = native.type_code(q_THD.dtype)
         dim = q_THD.shape[2]
-        is_plain = all(item.stride(2) == 1 and item.stride(1) == dim for item in (q_THD, k_TKD))
-        if code is None or not is_plain or k_TKD.dtype is not q_THD.dtype:
+        q_strides, k_strides = q_THD.stride(), k_TKD.stride()
+        if code is None or q_strides[1:] != (dim, 1) or k_strides[1:] != (dim, 1) or k_TKD.dtype is not q_THD.dtype:
             return self._torch.rotary(q_THD, k_TKD, positions_T, cos_sin_PR, is_neox=is_neox)
         self._kernels.rabbet_rotary(
             q_THD.data_ptr(), k_TKD.data_ptr(), positions_T.data_ptr(), cos_sin_PR.data_ptr(), q_THD.shape[0],
-            q_THD.shape[1], k_TKD.shape[1], dim, cos_sin_PR.shape[1], q_THD.stride(0), k_TKD.stride(0), int(is_neox), code,
+            q_THD.shape[1], k_TKD.shape[1], dim, cos_sin_PR.shape[1], q_strides[0], k_strides[0], int(is_neox), code,
         )  # fmt: skip
         return q_THD, k_TKD
 

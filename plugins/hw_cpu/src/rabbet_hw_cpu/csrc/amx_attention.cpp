@@ -20,6 +20,7 @@ namespace {
 // are, so that a row is rounded alike alone, in a batch, in a chunk and in a decode.
 constexpr int64_t kRound = 128;
 constexpr int64_t kStep = 32;  // keys of one tile product
+constexpr int64_t kFew = 16;   // rows that are bound by reading keys and values
 constexpr float kLog2e = 1.44269504f;
 // Stands for minus infinity: the differences of two of it are no NaN.
 constexpr float kNever = -1e30f;
@@ -121,14 +122,28 @@ struct Attend {
         configure(std::min<int64_t>(rows.count, kTile), rows.count - kTile);
     }
 
+    const uint16_t* keys_at(int64_t key) const {
+        const uint16_t* page = static_cast<const uint16_t*>(a.cache) +
+                               static_cast<int64_t>(table[key / a.block_size]) * 2 * half + rows.kv_head * head_page;
+        return page + key % a.block_size * dim;
+    }
+
+    // A few rows read all keys and values once, and a load of a tile waits for memory line by line: what the next step takes
+    // is asked for while this one is computed. Larger chunks find both in the cache after the first rows.
+    void ask(const uint16_t* source) const {
+        for (int64_t i = 0; i < kStep * dim; i += 32) _mm_prefetch(reinterpret_cast<const char*>(source + i), _MM_HINT_T0);
+    }
+
     // Scores of the keys first + kStep * begin .. first + kStep * end.
     void scores(int64_t first, int64_t begin, int64_t end) {
         for (int64_t j = begin; j < end; ++j) {
             const int64_t key = first + j * kStep;
-            const uint16_t* page = static_cast<const uint16_t*>(a.cache) +
-                                   static_cast<int64_t>(table[key / a.block_size]) * 2 * half + rows.kv_head * head_page;
-            const uint16_t* keys = page + key % a.block_size * dim;
-            values[j] = page + half + key % a.block_size * dim;
+            const uint16_t* keys = keys_at(key);
+            values[j] = keys + half;
+            if (rows.count <= kFew) {
+                ask(values[j]);
+                if (key + kStep <= last) ask(keys_at(key + kStep));
+            }
             _tile_zero(0);
             _tile_zero(1);
             if (two) {
