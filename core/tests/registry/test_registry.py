@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -387,7 +388,7 @@ def test_hook_that_adds_routes_is_loaded_only_if_allowed_by_name(site: Path, fak
 def test_info_explain_and_doctor_tell_what_is_known(
     site: Path, fake_dist: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
     fake_dist("bad", name="bad", prelude='raise ImportError("libfoo.so.7 is missing")')
     fake_dist("good", name="good")
     catalog = Catalog.scan()

@@ -9,6 +9,7 @@ import torch
 import transformers
 from rabbet_model_transformers.model import TransformersForCausalLM
 from safetensors.torch import load_file, save_file
+from transformers.models.gptj import modeling_gptj
 
 from rabbet.contracts.model import ModelQuery
 from rabbet.errors import ConfigError, WeightsError
@@ -66,13 +67,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Older versions of transformers have not moved this one to their attention interface; the plugin refuses it there.
+SERVED = [name for name in MODELS if name != "gptj" or not hasattr(modeling_gptj, "GPTJ_ATTENTION_CLASSES")]
+
 
 def config_of(name: str, **changes: Any) -> Any:
     class_name, values = MODELS[name]
     return getattr(transformers, class_name)(**(values | changes))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SERVED)
 def test_logits_are_those_of_transformers_whole_and_in_chunks(name: str, checkpoint: Any) -> None:
     saved = checkpoint(config_of(name))
     model, context = saved.load(TransformersForCausalLM)
@@ -139,7 +143,7 @@ def query(config: Any, architecture: str, **changes: Any) -> ModelQuery:
     return ModelQuery(architecture=architecture, config=config.to_dict(), **changes)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SERVED)
 def test_models_that_work_are_not_refused(name: str) -> None:
     from rabbet_model_transformers.build import causal_class
 
