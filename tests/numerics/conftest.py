@@ -42,6 +42,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def questions() -> list[str]:
+    """What the prompts ask."""
+    return QUESTIONS
+
+
+@pytest.fixture(scope="session")
 def prompts(model_dir: Path) -> list[list[int]]:
     """20 chat prompts as token ids."""
     from transformers import AutoTokenizer
