@@ -319,7 +319,7 @@ def test_client_that_goes_away_frees_its_blocks(server: Any, client: httpx.Clien
     host, port = server.url.removeprefix("http://").split(":")
     for _ in range(4):
         with socket.create_connection((host, int(port))) as raw:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             raw.sendall(head.encode() + body)
             assert raw.recv(100).startswith(b"HTTP/1.1 200")
     for _ in range(600):

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from rabbet.errors import PluginLoadError
 
-__all__ = ["module_name", "stage_file"]
+__all__ = ["MODULE_PREFIX", "module_name", "stage_file"]
+
+MODULE_PREFIX = "rabbet_file_"
+"""Of modules that are loaded by their file: no import finds them."""
 
 
 def module_name(path: Path) -> str:
@@ -21,7 +24,7 @@ def module_name(path: Path) -> str:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise PluginLoadError(f"--plugin {path}: {error.strerror}") from error
-    return f"rabbet_file_{path.stem}_{digest[:16]}"
+    return f"{MODULE_PREFIX}{path.stem}_{digest[:16]}"
 
 
 def stage_file(path: Path) -> str:

@@ -24,7 +24,7 @@ from rabbet.config.resolved import resolved_to_bytes
 from rabbet.contracts import Refusal, register_executor, staged_registrations
 from rabbet.contracts.executor import Executor, ExecutorQuery, MemoryReport
 from rabbet.errors import CompositionMismatchError, EngineDeadError, RabbetError
-from rabbet.registry.onefile import module_name
+from rabbet.registry.onefile import MODULE_PREFIX
 from rabbet.types.kv import KVCacheConfig, KVCacheSpec
 from rabbet.types.outputs import StepResult
 from rabbet.types.plan import StepPlan
@@ -121,9 +121,7 @@ class MultiprocessExecutor(Executor):
             init_method=f"file://{self._directory}/rendezvous",
             socket_dir=str(self._directory),
             path=[path for path in sys.path if path],
-            modules=sorted(
-                {record.module for record in staged_registrations()} - {"__main__"} - _one_file_modules(self.config)
-            ),
+            modules=_importable_modules(),
         )
         data = msgspec.msgpack.encode(start)
         process = subprocess.Popen([sys.executable, "-m", "rabbet.worker.process"], stdin=subprocess.PIPE)
@@ -282,9 +280,10 @@ class MultiprocessExecutor(Executor):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _one_file_modules(config: Any) -> set[str]:
-    """Modules that a rank loads by their file, since no import finds them."""
-    return {module_name(Path(file).expanduser().resolve()) for file in config.config.plugins.files}
+def _importable_modules() -> list[str]:
+    """The user's modules that register something. Files are left out, those of other engines too: ranks load their own."""
+    modules = {record.module for record in staged_registrations()}
+    return sorted(name for name in modules if name != "__main__" and not name.startswith(MODULE_PREFIX))
 
 
 def _error_of(answer: WorkerFailed) -> RabbetError:
