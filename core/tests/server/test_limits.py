@@ -150,3 +150,23 @@ def test_what_clients_send_forges_no_line_of_the_log(
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("rabbet")]
     assert len(lines) == 2, "one for the unknown field, one for the request that ran"
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"bad_words": ["x" * 20_000]}, "bad_words", "20000 characters in all, the limit is 16384"),
+        ({"bad_words": ["bad word"] * 4000}, "bad_words", "32000 characters in all, the limit is 16384"),
+        ({"priority": 1 << 70}, "priority", "64 bits"),
+        ({"priority": -(1 << 63) - 1}, "priority", "64 bits"),
+        ({"repetition_detection": {"min_count": 1 << 64}}, "repetition_detection", "64 bits"),
+    ],
+    ids=["a long bad word", "many bad words", "high priority", "low priority", "many repetitions"],
+)
+def test_values_that_would_hold_up_the_others_or_cannot_be_sent_are_refused_by_name(
+    site: Any, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    prompt: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": [MESSAGE]}
+    error = site.error(path, prompt | fields)
+    assert error["param"] == param and words in error["message"]

@@ -218,10 +218,8 @@ class Processor:
             return []
         if self.tokenizer is None:
             raise InvalidRequestError("bad_words needs the tokenizer, which is off", field="bad_words")
-        sequences: list[list[int]] = []
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), f" {word.lstrip()}"):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in sequences:
-                    sequences.append(ids)
-        return sequences
+                sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return [list(ids) for ids in sequences if ids]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rabbet.errors import InvalidRequestError, shorten
@@ -18,6 +18,8 @@ _COPIED = (
     "logprob_token_ids", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
 )  # fmt: skip
 _MAX_STOP_CHARS = 1024
+_MAX_BAD_WORD_CHARS = 16_384
+"""Each is tokenised twice before the request is taken."""
 _MAX_LIST = 4096
 _COMPLETIONS_MAX_TOKENS = 16
 
@@ -67,6 +69,13 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
         size, limit = len(getattr(body, name) or ()), most_allowed if name == "allowed_token_ids" else _MAX_LIST
         if size > limit:
             raise InvalidRequestError(f"{name} has {size} entries, the limit is {limit}", field=name, value=size)
+    num_chars = sum(map(len, body.bad_words or ()))
+    if num_chars > _MAX_BAD_WORD_CHARS:
+        raise InvalidRequestError(
+            f"bad_words hold {num_chars} characters in all, the limit is {_MAX_BAD_WORD_CHARS}", field="bad_words"
+        )
+    _check_integers("priority", (body.priority,))
+    _check_integers("repetition_detection", (body.repetition_detection or {}).values())
     if body.logit_bias is not None:
         values["logit_bias"] = body.logit_bias
     if body.repetition_detection is not None:
@@ -127,6 +136,13 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams:
         raise InvalidRequestError(
             f"structured_outputs holds an unknown key; known are {known}", field="structured_outputs"
         ) from error
+
+
+def _check_integers(field: str, values: Iterable[int]) -> None:
+    """What the messages to the engine can hold."""
+    for value in values:
+        if not -(2**63) <= value < 2**63:
+            raise InvalidRequestError(f"{field} holds {value}, but integers of 64 bits are the limit", field=field)
 
 
 def _stops(stop: str | list[str] | None, max_stop: int) -> list[str]:
