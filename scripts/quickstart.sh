@@ -19,6 +19,7 @@ rabbet serve smollm2 --host 127.0.0.1 --port "$port" >"$log" 2>&1 &
 server=$!
 stop() {
     if kill -0 "$server" 2>/dev/null; then kill -TERM "$server"; wait "$server" 2>/dev/null || true; fi
+    rm -f "$log"
 }
 trap stop EXIT
 trap 'exit 130' INT TERM
@@ -49,6 +50,7 @@ The server stays up (stop it with Ctrl+C). Try it:
     -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello!"}]}'
 API docs:  $url/docs
 Chat:      $(command -v rabbet) chat --url $url/v1
+Log:       $log
 EOF
     wait "$server"
 fi
