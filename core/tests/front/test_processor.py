@@ -136,6 +136,23 @@ def test_bad_words_stand_at_the_start_and_after_a_space(processor: Processor) ->
     assert request.bad_words_token_ids == [[97, 98], [261, 98]]
 
 
+def test_bad_words_of_many_prompts_are_tokenised_once(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = processor.tokenizer
+    assert tokenizer is not None
+    texts: list[str] = []
+    encode = tokenizer.encode
+
+    def counted(text: str, **options: Any) -> list[int]:
+        texts.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    requests = [make(processor, 1, max_tokens=1, bad_words=["ab", "cd"]) for _ in range(5)]
+    assert len({str(request.bad_words_token_ids) for request in requests}) == 1
+    assert len([text for text in texts if "ab" in text]) == 2
+    assert make(processor, 1, max_tokens=1, bad_words=["cd"]).bad_words_token_ids == requests[0].bad_words_token_ids[2:]
+
+
 def test_a_doubled_start_token_is_said_once(processor: Processor, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for _ in range(3):

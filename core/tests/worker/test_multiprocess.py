@@ -171,3 +171,13 @@ def executor_load() -> Any:
     from rabbet.worker.messages import Load
 
     return Load()
+
+
+def test_ranks_import_nothing_from_the_current_directory(
+    start: Callable[..., MultiprocessExecutor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError('shadowed by the current directory')")
+    monkeypatch.chdir(tmp_path)
+    executor = ready(start())
+    assert executor.execute(plan(1, 3)).result(WAIT_S).sampled_token_ids
+    assert_gone(executor)

@@ -49,6 +49,7 @@ class Processor:
         self._max_logprobs = max_logprobs
         self._eos_token_ids = list(eos_token_ids)
         self._has_warned = False
+        self._bad_words_made: tuple[list[str], list[list[int]]] = ([], [])
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokens of a prompt in any of its forms.
@@ -213,13 +214,17 @@ class Processor:
         return sampling.clone(**changes) if changes else sampling
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it stands at the start of a text and after a space."""
+        """Each word as it stands at the start of a text and after a space. All prompts of a request have the same words."""
         if not words:
             return []
+        if self._bad_words_made[0] == words:
+            return self._bad_words_made[1]
         if self.tokenizer is None:
             raise InvalidRequestError("bad_words needs the tokenizer, which is off", field="bad_words")
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), f" {word.lstrip()}"):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return [list(ids) for ids in sequences if ids]
+        made = [list(ids) for ids in sequences if ids]
+        self._bad_words_made = (list(words), made)
+        return made

@@ -124,7 +124,8 @@ class MultiprocessExecutor(Executor):
             modules=_importable_modules(),
         )
         data = msgspec.msgpack.encode(start)
-        process = subprocess.Popen([sys.executable, "-m", "rabbet.worker.process"], stdin=subprocess.PIPE)
+        # -P: what lies in the current directory is no module of ours.
+        process = subprocess.Popen([sys.executable, "-P", "-m", "rabbet.worker.process"], stdin=subprocess.PIPE)
         self._processes.append(process)
         assert process.stdin is not None
         try:
