@@ -126,6 +126,16 @@ def test_numbers_of_any_size_fit_into_a_message(processor: Processor) -> None:
     assert encode(Add(request=request))
 
 
+def test_tokens_that_all_end_the_text_cannot_be_all_that_is_allowed_before_min_tokens(processor: Processor) -> None:
+    for options in ({"stop_token_ids": [7, 8], "allowed_token_ids": [7]}, {"allowed_token_ids": [256]}):
+        with pytest.raises(InvalidRequestError, match="min_tokens is 2, but every one of allowed_token_ids") as caught:
+            make(processor, 1, max_tokens=4, min_tokens=2, **options)
+        assert caught.value.field == "allowed_token_ids"
+        make(processor, 1, max_tokens=4, **options)
+    make(processor, 1, max_tokens=4, min_tokens=2, allowed_token_ids=[256], ignore_eos=True)
+    make(processor, 1, max_tokens=4, min_tokens=2, allowed_token_ids=[256, 5])
+
+
 def test_end_tokens_go_along_unless_they_are_ignored(processor: Processor) -> None:
     assert make(processor, 1, max_tokens=1).eos_token_ids == [256]
     assert make(processor, 1, max_tokens=1, ignore_eos=True).eos_token_ids == []

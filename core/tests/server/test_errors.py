@@ -174,3 +174,11 @@ def test_texts_of_errors_keep_what_clients_sent_and_lose_what_is_ours() -> None:
     assert not re.search(r"/usr|/srv|0x7f", lost["error"]["message"])
     group = ExceptionGroup("x", [ExceptionGroup("y", [OverloadedError("full", retry_after_s=3)])])
     assert describe(group)[0] == 503 and describe(group)[2] == {"Retry-After": "3"}
+
+
+def test_a_client_that_leaves_in_its_body_is_no_error_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    from starlette.requests import ClientDisconnect
+
+    status, body, _ = describe(ClientDisconnect())
+    assert status == 400 and "client left" in body["error"]["message"]
+    assert caplog.records == []

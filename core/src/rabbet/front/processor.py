@@ -190,6 +190,12 @@ class Processor:
                 field="min_tokens",
                 value=sampling.min_tokens,
             )
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
+        if sampling.min_tokens and sampling.allowed_token_ids and ends.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequestError(
+                f"min_tokens is {sampling.min_tokens}, but every one of allowed_token_ids ends the text",
+                field="allowed_token_ids",
+            )
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from rabbet.errors import (
@@ -91,6 +92,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 503, error_body("the engine is not available", status=503, code="engine_dead"), {}
     if isinstance(error, RequestFailedError):
         return 500, error_body(str(error), status=500, code="request_failed"), {}
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads the answer; a client that leaves is no fault of ours.
+        return 400, error_body("the client left before its request was complete", status=400), {}
     error_id = secrets.token_hex(6)
     logger.error("error %s", error_id, exc_info=error)
     return 500, error_body(f"internal error; its id in the server's log is {error_id}", status=500), {}
