@@ -78,7 +78,8 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._captured: dict[int, _Captured] = {}
         size, groups = max(sizes), len(slots.block_tables)
-        # Sequences of host arrays: on a CPU the tensors share their memory, on a device they would be copied over.
+        # On the host: the one platform that captures computes there. Another device needs them in its memory, and sizes that
+        # are padded, since a capture is not as cheap there as a step.
         self._input_ids = torch.zeros(size, dtype=torch.int64)
         self._positions = torch.zeros(size, dtype=torch.int64)
         self._seq_lens = torch.ones(size, dtype=torch.int32)

@@ -9,7 +9,6 @@ addresses are the same in each replay.
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,7 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"a tensor on {made.device} with strides {made.stride()} cannot be placed")
         if made.numel() == 0:
             return made
-        taken = self._arena.take(math.prod(made.shape) * made.element_size())
+        taken = self._arena.take(made.nbytes)
         moved = taken.view(made.dtype).view(made.shape)
         self._kept.append(moved)
         return moved
