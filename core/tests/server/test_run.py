@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import httpx
 import pytest
 from server_scripted import ScriptedClient, parse_events
 
+from rabbet.config.check import check_conflicts
 from rabbet.config.load import engine_config_from_kwargs
 from rabbet.config.schema import ServerConfig
+from rabbet.contracts.observability import StatLogger
 from rabbet.errors import ConfigError, EngineDeadError, WeightsError
 from rabbet.front.async_llm import AsyncLLM
 from rabbet.server import run as run_module
@@ -126,7 +130,7 @@ def test_serves_until_a_signal_and_ends_well(
         assert live(work) == 0
     assert life.engine is not None and life.engine.is_shut
     line = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("ready at"))
-    for word in (life.uds, "scripted", "256", "6.2", "/docs", "dddddddddddd"):
+    for word in (life.uds, "scripted", "256", "6.2", "/docs", "composition "):
         assert word in line
 
 
@@ -266,3 +270,150 @@ def test_an_unknown_parser_is_a_wrong_configuration(life: Life, option: str, cap
     config = ServerConfig(uds=life.uds, **{option: "hremes"})
     assert serve(engine_config_from_kwargs("scripted"), config) == EXIT_CONFIG
     assert "hremes" in caplog.text and life.gate is None
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [("ok\n{% if %}", 2), ("{{ x | no_such_filter }}", 1), ("\n\n{% for x in y %}", 3), ("{{ " + "(" * 9999, None),
+     ("{% for x in y %}" * 30 + "{% endfor %}" * 30, None)],
+    ids=["syntax", "filter", "open", "deep", "nested"],
+)  # fmt: skip
+def test_a_template_that_does_not_compile_is_a_wrong_configuration(
+    life: Life, tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, line: int | None
+) -> None:
+    path = tmp_path / "wrong.jinja"
+    path.write_text(template)
+    for given, shown in ((str(path), str(path)), (template, "--chat-template")):
+        caplog.clear()
+        status = serve(engine_config_from_kwargs("scripted"), ServerConfig(chat_template=given, uds=life.uds))
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert status == EXIT_CONFIG and life.gate is None and "--chat-template" in message and shown in message
+        assert line is None or f"line {line}" in message
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two certificates with their keys, one key that asks for a password, and what is none."""
+    root = tmp_path_factory.mktemp("keys")
+    for name in ("a", "b"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+             "-subj", "/CN=localhost", "-keyout", f"{name}.key", "-out", f"{name}.crt"], cwd=root, check=True, capture_output=True,
+        )  # fmt: skip
+    subprocess.run(
+        ["openssl", "pkey", "-in", "a.key", "-aes128", "-passout", "pass:secret", "-out", "locked.key"],
+        cwd=root,
+        check=True,
+    )
+    (root / "text.key").write_text("no key")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "cause"),
+    [("none.crt", "a.key", "No such file"), ("a.crt", "none.key", "No such file"), ("text.key", "a.key", ""),
+     ("a.crt", "text.key", ""), ("a.crt", "b.key", "KEY_VALUES_MISMATCH"), ("a.crt", "locked.key", ""), (".", "a.key", "directory")],
+)  # fmt: skip
+def test_a_wrong_certificate_or_key_is_said_before_anything_loads(
+    life: Life, keys: Path, caplog: pytest.LogCaptureFixture, certificate: str, key: str, cause: str
+) -> None:
+    config = ServerConfig(uds=life.uds, ssl_certfile=str(keys / certificate), ssl_keyfile=str(keys / key))
+    assert serve(engine_config_from_kwargs("scripted"), config) == EXIT_CONFIG and life.gate is None
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"--ssl-certfile {keys / certificate}" in message and f"--ssl-keyfile {keys / key}" in message
+    assert cause in message
+
+
+def test_a_good_certificate_serves(life: Life, live: Callable[..., int], keys: Path) -> None:
+    async def work(_client: httpx.AsyncClient) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=life.uds, verify=False)
+        async with httpx.AsyncClient(transport=transport, base_url="https://x", timeout=30) as client:
+            await ready(client)
+        kill()
+
+    assert live(work, ssl_certfile=str(keys / "a.crt"), ssl_keyfile=str(keys / "a.key")) == 0
+
+
+def test_a_server_whose_connections_cannot_be_taken_ends_and_says_why(
+    life: Life, live: Callable[..., int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("no more sockets")
+
+    async def nothing(_client: httpx.AsyncClient) -> None:
+        return None
+
+    monkeypatch.setattr("uvicorn.Server.serve", broken)
+    life.may_start = False
+    assert live(nothing) == EXIT_FAILED
+    assert "no more sockets" in caplog.records[-1].getMessage()
+
+
+class Rude(StatLogger):
+    """Raises what would end a process, in every callback."""
+
+    def on_stats(self, stats: Any) -> None:
+        raise SystemExit(9)
+
+    def on_request(self, record: Any) -> None:
+        raise SystemExit(9)
+
+    def close(self) -> None:
+        raise KeyboardInterrupt
+
+
+class Counting(StatLogger):
+    """Counts calls."""
+
+    calls: list[str]
+
+    def on_stats(self, stats: Any) -> None:
+        self.calls.append("stats")
+
+    def on_request(self, record: Any) -> None:
+        self.calls.append("request")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_stat_logger_cannot_end_the_server(
+    life: Life, live: Callable[..., int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = Counting(None)
+    calm.calls = []
+    loggers = {"rude of Rude 1.0": Rude(None), "later of Rude 1.0": Rude(None), "calm": calm}
+    loggers["later of Rude 1.0"].on_request = lambda _record: None  # type: ignore[method-assign]
+    loggers["later of Rude 1.0"].on_stats = lambda _stats: None  # type: ignore[method-assign]
+    monkeypatch.setattr(run_module, "stat_loggers_of", lambda *_: loggers)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        await ready(client)
+        assert life.gate is not None
+        life.gate.set()
+        for _ in range(2):
+            assert parse_events((await client.post("/v1/completions", json=BODY)).text)
+        text = (await client.get("/metrics")).text
+        assert re.search(r'plugin_failures_total{.*plugin="rude of Rude 1.0"} 1.0', text)
+        kill()
+
+    assert live(work) == 0
+    assert calm.calls.count("request") == 2 and calm.calls[-1] == "close"
+    for owner in ("rude of Rude 1.0", "later of Rude 1.0"):
+        assert sum(owner in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("option", ["root_path", "host", "response_role"])
+@pytest.mark.parametrize("text", ["/a\nb", "/a\x1b[0m", "/a\0"])
+def test_texts_of_options_hold_no_control_characters(option: str, text: str) -> None:
+    engine = engine_config_from_kwargs("scripted")
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is .* control") as caught:
+        check_conflicts(engine, ServerConfig(**{option: text}))
+    assert str(caught.value).isprintable()
+    check_conflicts(engine, ServerConfig(root_path="/api/v2", chat_template="{{ 1 }}\n"))
+
+
+@pytest.mark.parametrize("text", ["/a?b", "/a#b", "/a b"])
+def test_a_root_path_is_a_path(text: str) -> None:
+    with pytest.raises(ConfigError, match="--root-path is"):
+        check_conflicts(engine_config_from_kwargs("scripted"), ServerConfig(root_path=text))

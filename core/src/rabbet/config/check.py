@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 from rabbet.config.schema import EngineConfig, ParallelConfig, ServerConfig, SpeculativeConfig
-from rabbet.errors import ConfigError
+from rabbet.errors import ConfigError, shorten
 
 __all__ = ["check_conflicts"]
 
@@ -34,6 +37,7 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
     ):
         if given and not missing:
             raise ConfigError(f"TLS needs a certificate and its key: {option} is missing", field=option.strip("-"))
+    _check_texts(server)
     if any(not key for key in server.api_key):
         raise ConfigError("--api-key is empty; give a key or leave the option out", field="server.api_key")
     transfer = engine.kv_transfer
@@ -55,6 +59,16 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
             f"--tensor-parallel-size, which is {size}",
             field="speculative.draft_tensor_parallel_size",
         )
+
+
+def _check_texts(server: ServerConfig) -> None:
+    """They go into lines of the log, headers and addresses."""
+    for field in dataclasses.fields(server):
+        value, option = getattr(server, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name != "chat_template" and isinstance(value, str) and not value.isprintable():
+            raise ConfigError(f"{option} is {shorten(value)}, but must hold no control characters", field=field.name)
+    if re.search(r"[\s?#]", server.root_path):
+        raise ConfigError(f"--root-path is {shorten(server.root_path)}, but must be a path of a URL", field="root_path")
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:

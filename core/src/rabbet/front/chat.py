@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rabbet.errors import InvalidRequestError, shorten
 
-__all__ = ["normalise_messages", "render_chat"]
+__all__ = ["check_template", "normalise_messages", "render_chat"]
 
 _ROLES = {"developer": "system"}
 _RESERVED = ("messages", "tools", "add_generation_prompt", "documents", "chat_template", "tokenize")
@@ -69,6 +69,15 @@ def render_chat(
             f"the chat template cannot render these messages ({type(error).__name__})", field="messages"
         ) from error
     return _cut_after(text, plain) if continue_final_message else text
+
+
+def check_template(template: str) -> None:
+    """Compile a template.
+
+    Raises:
+        InvalidRequestError: If it is wrong, with the line where it is known.
+    """
+    _compiled(template)
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -168,6 +177,10 @@ def _compiled(template: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         message = f"the chat template is wrong at line {error.lineno}: {error.message}"
+        raise InvalidRequestError(message, field="chat_template") from error
+    except (SyntaxError, RecursionError, MemoryError, OverflowError, ValueError) as error:
+        # Of Python, which jinja2 compiles to: nested too deeply, or a number that is none.
+        message = f"the chat template cannot be compiled ({type(error).__name__}: {error})"
         raise InvalidRequestError(message, field="chat_template") from error
 
 

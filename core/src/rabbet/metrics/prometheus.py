@@ -52,6 +52,8 @@ class _Snapshot(Collector):
         yield self._by("request_success", "Finished requests.", "finished_reason", front.finished, _FINISH_REASONS)
         yield self._by("admission_rejections", "Requests that were not taken.", "reason", front.rejections, _REJECTIONS)
         yield self._responses()
+        failures = front.plugin_failures
+        yield self._by("plugin_failures", "Failed calls of hooks and stat loggers.", "plugin", failures, tuple(failures))
         yield self._counter("prompt_tokens_cached", "Prompt tokens found in a cache.", front.cached_tokens)
         yield self._counter("unknown_request_fields", "Ignored fields of requests.", front.unknown_fields)
         for name, (text, _) in HISTOGRAMS.items():

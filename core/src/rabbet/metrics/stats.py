@@ -60,6 +60,7 @@ class FrontStats:
         finished: Requests by finish reason.
         rejections: Requests that were not taken, by reason.
         responses: HTTP responses by route template and status.
+        plugin_failures: Failed calls of listeners, by plugin.
         unknown_fields: Request fields that were ignored, in all.
         cached_tokens: Prompt tokens that were found in a cache.
         histograms: By name.
@@ -68,6 +69,7 @@ class FrontStats:
     finished: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    plugin_failures: Counter[str] = field(default_factory=Counter)
     unknown_fields: int = 0
     cached_tokens: int = 0
     histograms: dict[str, Histogram] = field(

@@ -35,6 +35,7 @@ class HookBus:
     failures: Counter[str] = field(default_factory=Counter)
 
     @classmethod
+    total_failures: Counter[str] = field(default_factory=Counter)
     def load(cls, catalog: Catalog, policy: PluginPolicy) -> HookBus:
         """Load hook plugins that are installed and not denied; those that add routes only if allowed by name."""
         bus = cls()
@@ -64,7 +65,7 @@ class HookBus:
             given = {key: arguments[key] for key in implementation.argnames}
             try:
                 result = implementation.function(**given)
-            except Exception:  # a listener may raise anything, and must not disturb the others
+            except BaseException:  # a listener may raise anything, and must not disturb the others
                 self.failures[name] += 1
                 off = ", which is switched off now" if self.failures[name] >= _MAX_FAILURES else ""
                 logger.exception("hook %s of plugin %s failed%s", hook, name, off)
@@ -73,3 +74,4 @@ class HookBus:
             if result is not None:
                 results.append(result)
         return results
+                self.total_failures[name or "?"] += 1

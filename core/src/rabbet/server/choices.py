@@ -26,19 +26,20 @@ def parsers_of(server: ServerConfig, catalog: Catalog) -> Parsers:
     )
 
 
-def stat_loggers_of(engine: EngineConfig, catalog: Catalog) -> tuple[StatLogger, ...]:
-    """The stat loggers that the operator named, made.
+def stat_loggers_of(engine: EngineConfig, catalog: Catalog) -> dict[str, StatLogger]:
+    """The stat loggers that the operator named, made, by name and owner.
 
     Raises:
         PluginError: If one is unknown or cannot be used.
     """
-    return tuple(_stat_logger(engine, catalog, name) for name in engine.observability.stat_loggers)
+    return dict(_stat_logger(engine, catalog, name) for name in engine.observability.stat_loggers)
 
 
-def _stat_logger(engine: EngineConfig, catalog: Catalog, name: str) -> StatLogger:
-    target = _chosen(catalog, "stat_logger", name, "--stat-loggers")
+def _stat_logger(engine: EngineConfig, catalog: Catalog, name: str) -> tuple[str, StatLogger]:
+    decision = select(catalog, "stat_logger", name=name, asked_by="--stat-loggers")
+    target = compose([decision]).load("stat_logger")
     try:
-        return target(engine)  # type: ignore[no-any-return]
+        return f"{name} of {decision.distribution} {decision.version}".strip(), target(engine)
     except RabbetError:
         raise
     except (Exception, SystemExit) as error:  # the edge of the plugin

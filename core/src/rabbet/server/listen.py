@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import stat
 from pathlib import Path
 
 from rabbet.config.schema import ServerConfig
 from rabbet.errors import ConfigError
 
-__all__ = ["address_of", "bind", "release", "url_of"]
+__all__ = ["address_of", "bind", "check_tls", "release", "url_of"]
 
 _BACKLOG = 2048
 
@@ -59,6 +60,28 @@ def _remove_if_dead(path: Path) -> None:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Load certificate and key.
+
+    Raises:
+        ConfigError: If they cannot be used, with the cause.
+    """
+    if server.ssl_certfile is None:
+        return
+    try:
+        for name in (server.ssl_certfile, server.ssl_keyfile or ""):
+            Path(name).read_bytes()
+        # Without a password given, OpenSSL would ask for it on a terminal where nobody is.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--ssl-certfile {server.ssl_certfile} and --ssl-keyfile {server.ssl_keyfile} cannot be used: {cause}; both "
+            "must be PEM files, the key without a password and that of the certificate",
+            field="ssl_certfile",
+        ) from error
 
 
 def release(server: ServerConfig, listener: socket.socket) -> None:

@@ -19,15 +19,16 @@ import uvicorn
 
 from rabbet.config.resolve import policy_of
 from rabbet.config.schema import EngineConfig, ServerConfig
-from rabbet.errors import ConfigError, EngineDeadError, PluginError, RabbetError
+from rabbet.errors import ConfigError, EngineDeadError, InvalidRequestError, PluginError, RabbetError
 from rabbet.front.async_llm import AsyncLLM
+from rabbet.front.chat import check_template
 from rabbet.metrics.log import ThroughputLine
 from rabbet.registry import Catalog, HookBus
 from rabbet.server.app import build_app
 from rabbet.server.choices import parsers_of, stat_loggers_of
 from rabbet.server.connection import Connection
 from rabbet.server.errors import ShuttingDownError
-from rabbet.server.listen import address_of, bind, release, url_of
+from rabbet.server.listen import address_of, bind, check_tls, release, url_of
 from rabbet.server.state import ServerState
 
 __all__ = ["EXIT_CONFIG", "EXIT_ENGINE_DEAD", "EXIT_FAILED", "serve"]
@@ -46,6 +47,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     """Run until a signal or the engine's death; returns the exit status."""
     try:
         _read_template(server)
+        check_tls(server)
         listener = bind(server)
     except ConfigError as error:
         logger.error("%s", error)
@@ -78,14 +80,22 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _read_template(server: ServerConfig) -> None:
-    """Read a chat template file, so that a wrong path is an error of the start."""
+    """Read and compile a chat template, so that a wrong one is an error of the start."""
     template = server.chat_template
-    if template is not None and "{" not in template:
+    if template is None:
+        return
+    source = "--chat-template"
+    if "{" not in template:
+        source = f"--chat-template {template}"
         try:
             server.chat_template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise ConfigError(f"--chat-template {template} cannot be read: {reason}", field="chat_template") from error
+            raise ConfigError(f"{source} cannot be read: {reason}", field="chat_template") from error
+    try:
+        check_template(server.chat_template or "")
+    except InvalidRequestError as error:
+        raise ConfigError(f"{source}: {error}", field="chat_template") from error
 
 
 class _Server:
@@ -105,6 +115,7 @@ class _Server:
             parsers=parsers_of(server, catalog),
             stat_loggers=stat_loggers_of(engine, catalog),
         )
+        self._hooks.total_failures = self._state.stats.plugin_failures
         self._app = build_app(self._state)
         self._http = self._http_server()
         self._stop = asyncio.Event()
@@ -116,6 +127,8 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        # It should outlast all else; if it does not, there is nobody to serve.
+        serving.add_done_callback(lambda _task: self._stop.set())
         status = 0
         try:
             await self._until_stopped()
@@ -126,12 +139,14 @@ class _Server:
         finally:
             await self._drain()
             self._http.should_exit = True
-            await serving
+            (failure,) = await asyncio.gather(serving, return_exceptions=True)
+            if failure is not None:
+                logger.error("the server takes no connections: %s: %s", type(failure).__name__, failure)
+                status = EXIT_FAILED
             if self._state.llm is not None:
                 await self._state.llm.shutdown()
             self._hooks.call("on_shutdown")
-            for listener in self._state.stat_loggers:
-                listener.close()
+            self._state.tell(lambda listener: listener.close())
         if self._death is not None:
             logger.error("the engine died: %s", self._death)
             return EXIT_ENGINE_DEAD

@@ -42,7 +42,7 @@ class ServerState:
         hooks: Who listens.
         parsers: For reasoning and tool calls.
         has_grammar: A grammar plugin is in use, so that the shape of answers can be asked for.
-        stat_loggers: Plugins that get the numbers.
+        stat_loggers: Plugins that get the numbers, by name and owner.
         is_draining: New requests are refused.
         is_dead: The engine died.
         started_s: When the server began, for ``created``.
@@ -55,7 +55,7 @@ class ServerState:
     hooks: HookBus | None = None
     parsers: Parsers = field(default_factory=Parsers)
     has_grammar: bool = False
-    stat_loggers: tuple[StatLogger, ...] = ()
+    stat_loggers: dict[str, StatLogger] = field(default_factory=dict)
     is_draining: bool = False
     is_dead: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
@@ -162,12 +162,13 @@ class ServerState:
 
     def tell(self, call: Callable[[StatLogger], None]) -> None:
         """Call every stat logger; one that raises is left out from then on."""
-        for listener in self.stat_loggers:
+        for owner, listener in list(self.stat_loggers.items()):
             try:
                 call(listener)
-            except Exception:  # a plugin may raise anything, and must not end a request
-                logger.exception("the stat logger %s failed and is left out", type(listener).__name__)
-                self.stat_loggers = tuple(item for item in self.stat_loggers if item is not listener)
+            except BaseException:  # a plugin may raise anything, and must not end a request or the server
+                logger.exception("the stat logger %s failed and is left out", owner)
+                self.stats.plugin_failures[owner] += 1
+                del self.stat_loggers[owner]
 
     @staticmethod
     def new_id(prefix: str) -> str:
