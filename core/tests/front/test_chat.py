@@ -49,6 +49,18 @@ def test_what_clients_send_is_taken(byte_level: Tokenizer, message: dict[str, An
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
         ([{"role": "user", "content": [7]}], "int"),
         ([{"role": "assistant", "tool_calls": 5}], "must be a list"),
+        ([{"role": "assistant", "tool_calls": [{}, 5]}], r"messages\[0\]\.tool_calls\[1\] is 5"),
+        ([{"role": "user", "content": [{"type": "text", "text": {}}]}], r"messages\[0\]\.content\[0\]\.text is {}"),
+        ([{"role": "user", "content": [{"type": "text", "text": 0}]}], r"messages\[0\]\.content\[0\]\.text is 0"),
+        (
+            [{"role": "user", "content": ["a", {"type": "text", "text": ["b"]}]}],
+            r"messages\[0\]\.content\[1\]\.text is \['b",
+        ),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": 1}]}], r"\.content\[0\]\.refusal is 1"),
+        ([{"role": "user", "content": "x", "name": {"a": 1}}], r"messages\[0\]\.name is {'a': 1}"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 7}], r"messages\[0\]\.tool_call_id is 7"),
+        ([{"role": "assistant", "content": "x", "reasoning": [1]}], r"messages\[0\]\.reasoning is \[1\]"),
+        ([{"role": "assistant", "content": "x", "reasoning_content": 3}], r"messages\[0\]\.reasoning_content is 3"),
     ],
 )
 def test_what_is_no_message_is_refused(byte_level: Tokenizer, messages: Any, text: str) -> None:

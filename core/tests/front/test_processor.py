@@ -178,3 +178,74 @@ def test_without_a_tokenizer_only_tokens_are_taken() -> None:
         processor.tokenize("text")
     with pytest.raises(InvalidRequestError, match="bad_words"):
         make(processor, 1, max_tokens=1, bad_words=["x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({"allowed_token_ids": [97], "bad_words": ["a"]}, True),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["a"]}, False),
+        ({"allowed_token_ids": [97], "bad_words": ["aa"]}, True),
+        ({"allowed_token_ids": [97], "bad_words": ["aa"], "max_tokens": 1}, False),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["aa", "ab"]}, True),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["ab", "ba"]}, False),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["a", "bb"]}, True),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["b", "bba", "aa"]}, True),
+        ({"allowed_token_ids": [97], "bad_words": ["ba"]}, False),
+        ({"allowed_token_ids": [97, 256], "bad_words": ["a"]}, False),
+        ({"allowed_token_ids": [97, 256], "bad_words": ["a"], "min_tokens": 1}, True),
+        ({"allowed_token_ids": [97, 256], "bad_words": ["aa"], "min_tokens": 1}, False),
+        ({"allowed_token_ids": [97, 256], "bad_words": ["aa"], "min_tokens": 2}, True),
+    ],
+    ids=str,
+)
+def test_bad_words_must_leave_a_token(processor: Processor, options: dict[str, Any], is_refused: bool) -> None:
+    """After any text that can come: what is left is counted for each beginning of a bad word."""
+    options = {"max_tokens": 4} | options
+    if not is_refused:
+        make(processor, 1, **options)
+        return
+    with pytest.raises(InvalidRequestError, match="bad_words .* leave no token") as caught:
+        make(processor, 1, **options)
+    assert caught.value.field == "bad_words"
+
+
+def test_bad_words_of_a_whole_vocabulary_are_refused(byte_level: Tokenizer) -> None:
+    small = Processor(byte_level, vocab_size=100, max_model_len=20, max_logprobs=5, eos_token_ids=[])
+    words = [byte_level.token(i) for i in range(33, 100)]
+    with pytest.raises(InvalidRequestError, match="leave no token"):
+        make(
+            small,
+            1,
+            max_tokens=2,
+            bad_words=[chr(i) for i in range(1, 100) if i != 32] + ["x"],
+            allowed_token_ids=[*range(33, 100)],
+        )
+    make(small, 1, max_tokens=2, bad_words=words)
+
+
+def test_many_bad_words_and_allowed_ids_are_checked_once_and_soon(byte_level: Tokenizer) -> None:
+    """Of one request: its prompts and outputs share the lists."""
+    processor = Processor(byte_level, vocab_size=262, max_model_len=20, max_logprobs=5, eos_token_ids=[256])
+    looks = 0
+
+    class Counted(list[int]):
+        def __iter__(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    sampling = SamplingParams(
+        max_tokens=4,
+        n=4,
+        temperature=1.0,
+        allowed_token_ids=Counted([97, 98]),
+        bad_words=["ab" * k for k in range(1, 90)],
+    )
+    by_now = None
+    for seed in range(50):
+        processor.make_request(
+            TokenizedPrompt(None, [1]), sampling.clone(n=1, seed=seed), request_id="r", arrival_time_s=0.0
+        )
+        by_now = by_now or looks
+    assert looks == by_now

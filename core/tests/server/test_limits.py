@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from rabbet.types.sampling import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGE = {"role": "user", "content": 'a "[1, 2]" b'}
@@ -161,8 +162,28 @@ def test_what_clients_send_forges_no_line_of_the_log(
         ({"priority": 1 << 70}, "priority", "64 bits"),
         ({"priority": -(1 << 63) - 1}, "priority", "64 bits"),
         ({"repetition_detection": {"min_count": 1 << 64}}, "repetition_detection", "64 bits"),
+        ({"vllm_xargs": {"a": 1 << 64}}, "vllm_xargs", "64 bits"),
+        ({"vllm_xargs": {"a": [{"b": {"c": -(1 << 70)}}]}}, "vllm_xargs", "64 bits"),
+        ({"structured_outputs": {"json": {"maximum": 1 << 64}}}, "structured_outputs", "64 bits"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 1 << 64}}}},
+            "response_format",
+            "64 bits",
+        ),
+        ({"allowed_token_ids": [97], "bad_words": ["a"]}, "bad_words", "leave no token"),
     ],
-    ids=["a long bad word", "many bad words", "high priority", "low priority", "many repetitions"],
+    ids=[
+        "a long bad word",
+        "many bad words",
+        "high priority",
+        "low priority",
+        "many repetitions",
+        "large argument",
+        "large inner argument",
+        "large schema",
+        "large format",
+        "bad words",
+    ],
 )
 def test_values_that_would_hold_up_the_others_or_cannot_be_sent_are_refused_by_name(
     site: Any, path: str, fields: dict[str, Any], param: str, words: str
@@ -170,3 +191,33 @@ def test_values_that_would_hold_up_the_others_or_cannot_be_sent_are_refused_by_n
     prompt: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": [MESSAGE]}
     error = site.error(path, prompt | fields)
     assert error["param"] == param and words in error["message"]
+
+
+def test_large_maps_of_many_outputs_do_not_hold_up_the_loop(site: Any) -> None:
+    """Lists are checked once a request, not for each of its prompts and outputs: 4096 entries, 32 prompts, 4 outputs."""
+    looks = 0
+
+    class Counted(dict[int, float]):
+        def __iter__(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    params = SamplingParams(n=4, max_tokens=1, temperature=1.0, seed=1)
+    object.__setattr__(params, "logit_bias", Counted({i % 300: 1.0 for i in range(300)}))
+    notes: list[int] = []
+
+    async def work() -> None:
+        for number in range(32):
+            prompt = await site.llm.tokenize([97])
+            outputs = [o async for o in site.llm.generate(prompt, params.clone(seed=number))]
+            assert outputs[-1].finished
+            notes.append(looks)
+
+    site.run(work())
+    assert len(site.engine.requests) == 128 and notes[-1] == notes[0]

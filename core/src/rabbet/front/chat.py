@@ -99,14 +99,17 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         entry: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
         for key in ("name", "tool_call_id"):
             if message.get(key) is not None:
-                entry[key] = message[key]
+                entry[key] = _checked_text(message[key], f"messages[{index}].{key}")
         if message.get("tool_calls"):
             if not isinstance(message["tool_calls"], list | tuple):
                 raise InvalidRequestError(f"messages[{index}].tool_calls must be a list", field="messages")
-            entry["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-        reasoning = message.get("reasoning") or message.get("reasoning_content")
-        if reasoning:
-            entry["reasoning_content"] = reasoning
+            entry["tool_calls"] = [
+                _tool_call(call, f"messages[{index}].tool_calls[{place}]")
+                for place, call in enumerate(message["tool_calls"])
+            ]
+        for key in ("reasoning_content", "reasoning"):
+            if message.get(key):
+                entry["reasoning_content"] = _checked_text(message[key], f"messages[{index}].{key}")
         plain.append(entry)
     return plain
 
@@ -119,11 +122,13 @@ def _text(content: Any, index: int) -> str:
     if not isinstance(content, list):
         raise InvalidRequestError(f"messages[{index}].content must be text or a list of parts", field="messages")
     pieces = []
-    for part in content:
+    for place, part in enumerate(content):
         if isinstance(part, str):
             pieces.append(part)
         elif isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text", "refusal"):
-            pieces.append(str(part.get("text") or part.get("refusal") or ""))
+            key = "text" if part.get("text") is not None else "refusal"
+            value = "" if part.get(key) is None else part[key]
+            pieces.append(_checked_text(value, f"messages[{index}].content[{place}].{key}"))
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise InvalidRequestError(
@@ -132,9 +137,17 @@ def _text(content: Any, index: int) -> str:
     return "".join(pieces)
 
 
-def _tool_call(call: Any) -> Any:
+def _checked_text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{place} is {shorten(value)}, but must be text", field="messages")
+    return value
+
+
+def _tool_call(call: Any, place: str) -> Any:
     """Templates expect arguments as an object; clients send them as JSON text."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+    if not isinstance(call, Mapping):
+        raise InvalidRequestError(f"{place} is {shorten(call)}, but must be an object", field="messages")
+    if not isinstance(call.get("function"), Mapping):
         return call
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):

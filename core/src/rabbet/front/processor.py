@@ -50,6 +50,7 @@ class Processor:
         self._eos_token_ids = list(eos_token_ids)
         self._has_warned = False
         self._bad_words_made: tuple[list[str], list[list[int]]] = ([], [])
+        self._checked: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokens of a prompt in any of its forms.
@@ -165,7 +166,8 @@ class Processor:
             ContextLengthError: With limit, prompt tokens and asked output.
             InvalidRequestError: For ids outside the vocabulary and the like.
         """
-        sampling.check_against_model(vocab_size=self._vocab_size, max_logprobs=self._max_logprobs)
+        bad_words = self._bad_words(sampling.bad_words)
+        self._check_once(sampling, bad_words)
         num_prompt = len(prompt.token_ids)
         room = self.max_model_len - num_prompt
         if room < 1:
@@ -190,23 +192,65 @@ class Processor:
                 field="min_tokens",
                 value=sampling.min_tokens,
             )
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
-        if sampling.min_tokens and sampling.allowed_token_ids and ends.issuperset(sampling.allowed_token_ids):
-            raise InvalidRequestError(
-                f"min_tokens is {sampling.min_tokens}, but every one of allowed_token_ids ends the text",
-                field="allowed_token_ids",
-            )
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             sampling=self._bounded(sampling, max_tokens),
             max_tokens=max_tokens,
             eos_token_ids=[] if sampling.ignore_eos else self._eos_token_ids,
-            bad_words_token_ids=self._bad_words(sampling.bad_words),
+            bad_words_token_ids=bad_words,
             arrival_time_s=arrival_time_s,
             priority=priority,
             cache_salt=prompt.cache_salt,
         )
+
+    def _check_once(self, sampling: SamplingParams, bad_words: list[list[int]]) -> None:
+        """Check what belongs to the vocabulary. The prompts and outputs of a request share their lists: once is enough."""
+        lists = (
+            sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logprob_token_ids, sampling.logit_bias,
+            sampling.bad_words,
+        )  # fmt: skip
+        numbers = (
+            sampling.logprobs, sampling.prompt_logprobs, sampling.min_tokens, sampling.max_tokens, sampling.ignore_eos
+        )  # fmt: skip
+        known, same = self._checked
+        if same == numbers and all(one is other for one, other in zip(lists, known, strict=True)):
+            return
+        sampling.check_against_model(vocab_size=self._vocab_size, max_logprobs=self._max_logprobs)
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
+        if sampling.min_tokens and sampling.allowed_token_ids and ends.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequestError(
+                f"min_tokens is {sampling.min_tokens}, but every one of allowed_token_ids ends the text",
+                field="allowed_token_ids",
+            )
+        if self._can_run_out(sampling, bad_words, ends):
+            raise InvalidRequestError(
+                "bad_words and what else limits the choice leave no token to choose, at once or after some text; drop "
+                "some of them, or allow more token ids",
+                field="bad_words",
+            )
+        self._checked = (lists, numbers)
+
+    def _can_run_out(self, sampling: SamplingParams, bad_words: list[list[int]], ends: set[int]) -> bool:
+        """Whether there is a text after which every token that is allowed would complete a bad word, or end too early."""
+        allowed = sampling.allowed_token_ids or range(self._vocab_size)
+        if not bad_words or not {ids[-1] for ids in bad_words}.union(ends).issuperset(allowed):
+            return False
+        # A beginning that was generated bans the last token of its word, and with it all that are an end of it do.
+        lasts: dict[tuple[int, ...], set[int]] = {}
+        for ids in bad_words:
+            lasts.setdefault(tuple(ids[:-1]), set()).add(ids[-1])
+        never = lasts.pop((), set())
+        lengths = sorted({len(begun) for begun in lasts})
+        max_tokens = sampling.max_tokens or self.max_model_len
+        left = {True: set(allowed) - never - ends, False: set(allowed) - never}
+        for begun in ((), *lasts):
+            free = left[len(begun) < sampling.min_tokens]
+            if len(begun) < max_tokens and left[False].issuperset(begun):
+                banned = [lasts[begun[-k:]] for k in lengths if k <= len(begun) and begun[-k:] in lasts]
+                if sum(map(len, banned)) >= len(free) and not free.difference(*banned):
+                    return True
+        return False
 
     def _bounded(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """The same parameters with numbers that fit into a message, and without what only the front needs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rabbet.errors import InvalidRequestError, shorten
@@ -74,8 +74,8 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
         raise InvalidRequestError(
             f"bad_words hold {num_chars} characters in all, the limit is {_MAX_BAD_WORD_CHARS}", field="bad_words"
         )
-    _check_integers("priority", (body.priority,))
-    _check_integers("repetition_detection", (body.repetition_detection or {}).values())
+    for name in ("priority", "repetition_detection", "response_format", "structured_outputs", "vllm_xargs"):
+        _check_integers(name, getattr(body, name))
     if body.logit_bias is not None:
         values["logit_bias"] = body.logit_bias
     if body.repetition_detection is not None:
@@ -138,11 +138,13 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams:
         ) from error
 
 
-def _check_integers(field: str, values: Iterable[int]) -> None:
-    """What the messages to the engine can hold."""
-    for value in values:
-        if not -(2**63) <= value < 2**63:
-            raise InvalidRequestError(f"{field} holds {value}, but integers of 64 bits are the limit", field=field)
+def _check_integers(field: str, value: Any) -> None:
+    """What the messages to the engine can hold, at any depth; a body is not nested deeply."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_integers(field, item)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise InvalidRequestError(f"{field} holds {shorten(value)}, but integers of 64 bits are the limit", field=field)
 
 
 def _stops(stop: str | list[str] | None, max_stop: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,6 +23,8 @@ GREEDY_EPSILON = 1e-5
 """Temperatures below this one mean greedy decoding."""
 
 _MIN_TEMPERATURE = 0.01
+_NO_LISTS = {"n", "seed", "max_tokens", "prompt_logprobs", "top_k", "stream_interval", "skip_reading_prefix_cache"}
+"""Fields that no check of a list looks at."""
 MAX_LOGPROB_TOKEN_IDS = 128
 _MAX_N = 16384
 
@@ -271,8 +274,16 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked again."""
-        return replace(self, **changes)
+        """A copy with some fields changed, checked again; lists are shared, and not looked at if none is concerned."""
+        if not changes.keys() <= _NO_LISTS:
+            return replace(self, **changes)
+        made = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(made, name, value)
+        made._normalise()
+        made._check_numbers()
+        made._check_limits()
+        return made
 
 
 def _fail(name: str, value: object, rule: str) -> None:
@@ -325,6 +336,8 @@ def _check_int_list(name: str, values: object) -> None:
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
