@@ -1,0 +1,148 @@
+"""The plugin under test, found as a user finds it: through its entry point and manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rabbet.errors import PluginError
+from rabbet.registry.catalog import Catalog
+from rabbet.registry.entry import Entry, State
+from rabbet.registry.loader import load_entry
+from rabbet.registry.policy import PluginPolicy
+
+from rabbet_sdk.conformance.cases import Claims
+
+__all__ = ["ImportFacts", "Subject", "find_entry", "import_facts", "load_subject"]
+
+_TIMEOUT_S = 120
+_PROBE = """
+import json, sys, threading
+from rabbet.registry.catalog import Catalog
+from rabbet.registry.loader import load_entry
+kind, name, owner = sys.argv[1:4]
+entry = next(e for e in Catalog.scan().entries if (e.kind, e.name, e.distribution) == (kind, name, owner))
+from importlib import import_module
+from rabbet.contracts.kinds import KINDS
+import_module(KINDS[kind].base.partition(":")[0])
+def prints():
+    found = {}
+    for module in [m for n, m in list(sys.modules.items()) if m is not None and n.split(".")[0] == "rabbet"]:
+        for key, value in list(vars(module).items()):
+            if callable(value) and getattr(value, "__module__", "").split(".")[0] == "rabbet":
+                found[module.__name__, key] = value
+                if isinstance(value, type) and value.__module__ == module.__name__:
+                    for inner, item in list(vars(value).items()):
+                        if callable(item) or isinstance(item, (classmethod, staticmethod, property)):
+                            found[module.__name__, key + "." + inner] = item
+    return found
+def ops():
+    if "torch" not in sys.modules:
+        return set()
+    import torch
+    return {n for n in torch._C._dispatch_get_all_op_names()}
+modules, before, threads = set(sys.modules), prints(), {t.ident for t in threading.enumerate()}
+roles = entry.provided.roles if entry.provided else ("worker",)
+if "front" not in roles:
+    import torch, rabbet.layers
+    before = prints()
+old_ops = ops()
+cls = load_entry(entry)
+after = prints()
+import types
+patched = sorted(".".join(k) for k in before if k in after and after[k] is not before[k])
+patched += sorted(".".join(k) for k in after if k not in before and "." in k[1] and k[0] in {b[0] for b in before}
+                  and not k[1].split(".")[1].startswith("__"))
+print(json.dumps({
+    "modules": sorted(set(sys.modules) - modules),
+    "threads": sorted(t.name for t in threading.enumerate() if t.ident not in threads and not t.daemon),
+    "cuda": "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized(),
+    "patched": patched, "roles": list(roles),
+    "ops": sorted(ops() - old_ops) if "front" not in roles else []}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is tested: the catalog's entry, the class behind it, and its claims."""
+
+    entry: Entry
+    plugin_class: type[Any]
+    claims: Claims
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportFacts:
+    """What the import of a plugin did in a fresh process.
+
+    Attributes:
+        error: Last line of what it wrote if it failed or died; empty otherwise.
+        modules: Modules that came in with it.
+        threads: Names of threads that were left running.
+        has_cuda: A CUDA context was made.
+        patched: Callables of ``rabbet`` that are not what they were.
+        ops: torch operators that it registered.
+        roles: Its roles.
+    """
+
+    error: str = ""
+    modules: tuple[str, ...] = ()
+    threads: tuple[str, ...] = ()
+    has_cuda: bool = False
+    patched: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+
+
+def find_entry(plugin: str) -> Entry:
+    """The catalog's entry for ``kind/name`` or ``kind/distribution:name``; imports nothing.
+
+    Raises:
+        PluginError: If nothing is installed under that name, or its manifest has no table for it.
+    """
+    kind, _, name = plugin.partition("/")
+    entry = Catalog.scan(PluginPolicy(auto="any")).find(kind, name)
+    if entry.state is not State.COMPATIBLE or entry.provided is None:
+        raise PluginError(f"{plugin} cannot be tested: {entry.state.value}: {entry.reason}", kind=kind, name=entry.name)
+    return entry
+
+
+@cache
+def load_subject(plugin: str) -> Subject:
+    """Find and import a plugin."""
+    entry = find_entry(plugin)
+    assert entry.provided is not None
+    return Subject(entry=entry, plugin_class=load_entry(entry), claims=Claims(entry.provided.claims))
+
+
+@cache
+def import_facts(plugin: str) -> ImportFacts:
+    """Import the plugin in a process of its own and report what that did; done once a plugin."""
+    entry = find_entry(plugin)
+    command = [sys.executable, "-c", _PROBE, entry.kind, entry.name, entry.distribution]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return ImportFacts(error=f"the import did not end within {_TIMEOUT_S} s")
+    if done.returncode < 0:
+        return ImportFacts(error=f"the import killed the process (signal {-done.returncode})")
+    if done.returncode:
+        return ImportFacts(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    return ImportFacts(
+        modules=tuple(facts["modules"]),
+        threads=tuple(facts["threads"]),
+        has_cuda=facts["cuda"],
+        patched=tuple(facts["patched"]),
+        ops=tuple(facts["ops"]),
+        roles=tuple(facts["roles"]),
+    )
