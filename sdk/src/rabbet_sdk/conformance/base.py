@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
+
 from rabbet.contracts.kinds import KINDS
 from rabbet.contracts.registration import registrations_of
 from rabbet.contracts.support import Refusal
 from rabbet.registry.manifest import parse_manifest
-
 from rabbet_sdk.conformance.cases import Case, Claims, cases
 from rabbet_sdk.conformance.outcome import ExpectedFailure, unavailable, unclaimed
 from rabbet_sdk.conformance.subject import ImportFacts, Subject, find_entry, import_facts, load_subject

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import pytest
+# ``pytest.skip.Exception`` is this class; type checkers know it by this name only.
+from _pytest.outcomes import Skipped
 
 __all__ = [
     "ExpectedFailure",
@@ -23,11 +24,11 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Unclaimed(pytest.skip.Exception):
+class Unclaimed(Skipped):
     """The manifest does not claim the case. Counted apart; never a pass."""
 
 
-class Unavailable(pytest.skip.Exception):
+class Unavailable(Skipped):
     """The case is claimed, but this machine cannot run it. Counted apart; never a pass."""
 
 

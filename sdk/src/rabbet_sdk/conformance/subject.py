@@ -15,7 +15,6 @@ from rabbet.registry.catalog import Catalog
 from rabbet.registry.entry import Entry, State
 from rabbet.registry.loader import load_entry
 from rabbet.registry.policy import PluginPolicy
-
 from rabbet_sdk.conformance.cases import Claims
 
 __all__ = ["ImportFacts", "Subject", "find_entry", "import_facts", "load_subject"]

@@ -1,0 +1,48 @@
+"""What a mutant is, and where they are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+__all__ = ["Mutant", "all_mutants", "mutant_kinds"]
+
+_NOT_KINDS = {"__init__", "base", "run"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """A plugin with one fault.
+
+    Attributes:
+        name: Name that it is registered under; for models the architecture.
+        target: ``module:Class``; empty if ``modules`` holds the class, as ``plugin.py:Plugin``.
+        caught_by: The test of the suite that must fail on it.
+        story: The defect of the field that it repeats, or what an author could get wrong.
+        claims: TOML text of a ``[provides.claims]`` table in place of the twin's; None keeps the twin's.
+        modules: Files of its package, for faults that act at import.
+        manifest: The whole manifest, for faults in it.
+        knobs: Source lines for the body of the suite's subclass, e.g. ``options = {"k": 1}``.
+    """
+
+    name: str
+    caught_by: str
+    story: str
+    target: str = ""
+    claims: str | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
+    manifest: str | None = None
+    knobs: str = ""
+
+
+def mutant_kinds() -> tuple[str, ...]:
+    """Kinds that have mutants."""
+    return tuple(sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in _NOT_KINDS))
+
+
+def all_mutants(kind: str) -> tuple[Mutant, ...]:
+    """The mutants of a kind."""
+    found: tuple[Mutant, ...] = import_module(f"rabbet_sdk.mutants.{kind}").MUTANTS
+    return found
