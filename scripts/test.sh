@@ -6,6 +6,6 @@ cd "$(dirname "$0")/.."
 
 make_environment "${RABBET_TEST_VENV:-.cache/test-venv}" dev
 
-ruff check core plugins tests scripts
+ruff check core sdk plugins tests scripts
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 python -m pytest "$@"

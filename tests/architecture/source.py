@@ -30,8 +30,12 @@ def plugin_files(root: Path) -> list[Path]:
     return sorted((root / "src").rglob("*.py"))
 
 
+def sdk_files() -> list[Path]:
+    return sorted((ROOT / "sdk" / "src").rglob("*.py"))
+
+
 def all_files() -> list[Path]:
-    return core_files() + [path for root in plugin_roots() for path in plugin_files(root)]
+    return core_files() + sdk_files() + [path for root in plugin_roots() for path in plugin_files(root)]
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source import BUDGET, CORE, ROOT, all_files, code_lines, core_files, functions, plugin_files, plugin_roots
+from source import BUDGET, CORE, ROOT, all_files, code_lines, core_files, functions, plugin_files, plugin_roots, sdk_files
 
 KERNELS = {ROOT / path for path in BUDGET["kernels"]}
 FILES = [path for path in all_files() if path not in KERNELS]
@@ -28,6 +28,10 @@ def test_contracts_types_registry_and_config_stay_small() -> None:
     assert (
         total([path for path in core_files() if path.relative_to(CORE).parts[0] in folders]) <= BUDGET["contract_side"]
     )
+
+
+def test_sdk_stays_within_its_ceiling() -> None:
+    assert total(sdk_files()) <= BUDGET["sdk"]
 
 
 @pytest.mark.parametrize("root", plugin_roots(), ids=lambda root: root.name)

@@ -1,4 +1,4 @@
-"""The types of core and of every plugin hold, strictly: the same command that a contributor runs."""
+"""The types of core, of the SDK and of every plugin hold, strictly: the same command that a contributor runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from source import ROOT, plugin_roots
 
 def test_strict_types(tmp_path_factory: pytest.TempPathFactory) -> None:
     pytest.importorskip("mypy", reason="mypy comes with the extra dev")
-    sources = [ROOT / "core" / "src", *(root / "src" for root in plugin_roots())]
+    sources = [ROOT / "core" / "src", ROOT / "sdk" / "src", *(root / "src" for root in plugin_roots())]
     # Beside the checkout's own cache, which makes all runs but the first quick; a read-only checkout has none.
     cache = ROOT / ".mypy_cache"
     if not _is_writable(cache):
