@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from server_scripted import parse_events
 
+from rabbet.contracts.parsers import ParsedPiece
 from rabbet.errors import EngineDeadError, OverloadedError
 from rabbet.server.errors import ShuttingDownError, describe, error_body
+from rabbet.server.parsing import Parsers
 from rabbet.types.outputs import FinishReason
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -182,3 +184,33 @@ def test_a_client_that_leaves_in_its_body_is_no_error_of_the_log(caplog: pytest.
     status, body, _ = describe(ClientDisconnect())
     assert status == 400 and "client left" in body["error"]["message"]
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["__init__", "feed", "finish"])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_a_parser_cannot_end_the_server(
+    site: Any, where: str, stream: bool, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Rude:
+        def __init__(self, tokenizer: Any) -> None:
+            self._maybe("__init__")
+
+        def _maybe(self, now: str) -> None:
+            if now == where:
+                raise kind("enough")
+
+        def feed(self, text: str, token_ids: Any = ()) -> ParsedPiece:
+            self._maybe("feed")
+            return ParsedPiece(content=text)
+
+        def finish(self) -> ParsedPiece:
+            self._maybe("finish")
+            return ParsedPiece()
+
+    site.state.parsers = Parsers(reasoning=Rude)  # type: ignore[arg-type]
+    answer = site.post(CHAT, {**BODIES[CHAT], "max_tokens": 2, "stream": stream})
+    error = (parse_events(answer.text)[-1] if answer.status_code == 200 else answer.json())["error"]
+    assert error["type"] == "server_error" and "enough" not in answer.text
+    assert kind.__name__ in caplog.text and "_maybe" in caplog.text
+    assert site.get("/health").status_code == 200 and site.state.running == 0

@@ -59,7 +59,7 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("how", ["close", "reset", "half"])
+@pytest.mark.parametrize("how", ["close", "reset", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_requests(
     site: Any, serve: Callable[..., None], stream: bool, how: str
@@ -68,13 +68,15 @@ def test_a_client_that_leaves_aborts_its_requests(
 
     async def work(host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(request({"prompt": ["x", "y"], "n": 2, "max_tokens": 5, "stream": stream}))
+        sent = request({"prompt": ["x", "y"], "n": 2, "max_tokens": 5, "stream": stream})
+        writer.write(sent.replace(b"HTTP/1.1", b"HTTP/1.0") if how == "1.0" else sent)
         await until(lambda: len(site.engine.requests) == 4)
         if stream:
             await reader.readuntil(b"data: ")
         if how == "reset":
             writer.transport.abort()
-        elif how == "half":
+        elif how == "1.0":
+            # Such a client cannot be asked whether it is still there.
             writer.write_eof()
         else:
             writer.close()
@@ -82,6 +84,42 @@ def test_a_client_that_leaves_aborts_its_requests(
         await until(lambda: site.state.running == 0)
         assert site.llm.num_open_requests == site.engine.num_playing == 0
         assert site.state.stats.finished["abort"] == 2
+        writer.close()
+
+    serve(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_side_gets_its_answer(site: Any, serve: Callable[..., None], stream: bool) -> None:
+    """It may be a script that sends what it has and then reads; that it is still there is found out by writing."""
+    gate = asyncio.Event()
+    site.engine.script = lambda _request: [97, gate, 98]
+
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        body = {"prompt": "x", "max_tokens": 2, "stream": stream}
+        writer.write(request(body) + request(body))
+        writer.write_eof()
+        await until(lambda: site.engine.requests)
+        await reader.readuntil(b": ping\n\n" if stream else b" 102 Processing\r\n\r\n")
+        gate.set()
+        async with asyncio.timeout(30):
+            answers = await reader.read()
+        assert answers.count(b"[DONE]" if stream else b'"text":"ab"') == 2, "also what was sent ahead is answered"
+        assert site.state.stats.finished["length"] == 2 and site.engine.aborted == []
+        writer.close()
+
+    serve(work)
+
+
+def test_a_client_that_ends_its_side_in_the_middle_of_a_body_is_gone(site: Any, serve: Callable[..., None]) -> None:
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(request({"prompt": "x"})[:-3])
+        writer.write_eof()
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        assert site.engine.requests == []
         writer.close()
 
     serve(work)
@@ -147,9 +185,14 @@ def test_slow_answers_and_idle_connections_are_no_slow_heads(site: Any, serve: C
 
 def test_a_huge_head_is_refused(serve: Callable[..., None]) -> None:
     async def work(host: str, port: int) -> None:
-        for extra in (b"X-A: " + b"a" * (1 << 20), b"\r\n".join(b"X-%d: a" % i for i in range(20_000))):
+        many = b"\r\n".join(b"X-%d: a" % i for i in range(20_000))
+        for target, extra in (
+            (b"/health", b"X-A: " + b"a" * (1 << 20)), (b"/health", many), (b"/health", b"X-A: " + b"a" * (65 << 10)),
+            (b"/health", b"\r\n".join(b"X-%d: %s" % (i, b"a" * 1000) for i in range(66))), (b"/health?" + b"a" * (65 << 10), b"X-A: a"),
+        ):  # fmt: skip
             reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + extra + b"\r\n\r\n")
+            # In one piece, so that it is complete before anybody could call it too long.
+            writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n" + extra + b"\r\n\r\n")
             async with asyncio.timeout(30):
                 try:
                     status = await reader.readline()
@@ -172,11 +215,43 @@ def test_a_length_that_is_too_much_is_refused_unread(serve: Callable[..., None])
     serve(work)
 
 
-def test_absolute_targets_reach_nothing(serve: Callable[..., None]) -> None:
+def test_absolute_targets_are_served_by_their_path(serve: Callable[..., None]) -> None:
+    async def work(host: str, port: int) -> None:
+        for target, status in (
+            (b"http://x/v1/models?a=1", 200),
+            (b"HTTPS://u:p@x:1//health/", 200),
+            (b"http://x/no", 404),
+            (b"http://x", 404),
+        ):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 %d" % status), target
+            writer.close()
+
+    serve(work)
+
+
+@pytest.mark.parametrize(
+    "framing",
+    ["Content-Length: 5\r\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked\r\nContent-Length: 0",
+     "Content-Length: 5\r\nContent-Length: 6", "Content-Length: +5", "Content-Length: 5, 6", "Transfer-Encoding: gzip, chunked",
+     "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity"],
+)  # fmt: skip
+def test_a_body_whose_length_is_told_twice_is_refused(site: Any, serve: Callable[..., None], framing: str) -> None:
+    """What a proxy takes for the body and what we take for it must not differ: the rest would be somebody's request."""
+
     async def work(host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET http://evil/health HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
+        writer.write(head.encode() + b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(30):
+            answer = await reader.read()
+        assert (
+            answer.startswith(b"HTTP/1.1 400")
+            and answer.count(b"HTTP/1.1") == 1
+            and b"connection: close" in answer.lower()
+        )
+        assert site.state.stats.responses.get(("/v1/models", 200)) is None
         writer.close()
 
     serve(work)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-    429: "overloaded_error", 500: "server_error", 503: "service_unavailable_error",
+    431: "invalid_request_error", 429: "overloaded_error", 500: "server_error", 503: "service_unavailable_error",
 }  # fmt: skip
 _encoder = msgspec.json.Encoder()
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|File \"[^\"]*\"")

@@ -17,12 +17,15 @@ from rabbet.errors import ClientError
 from rabbet.server.errors import error_response
 from rabbet.server.protocol import REQUEST_ID
 
-__all__ = ["BODY_LIMIT_S", "PUBLIC_PATHS", "Guard"]
+__all__ = ["BODY_LIMIT_S", "MAX_HEAD_BYTES", "PUBLIC_PATHS", "Guard"]
 
 PUBLIC_PATHS = frozenset(("/health", "/ping", "/ready", "/version"))
 """What answers without a key: probes, and what a probe may compare. Everything else needs a key if there are any."""
 
 BODY_LIMIT_S = 120.0
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's target and headers."""
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/]*)")
 _SLASHES = re.compile(r"/{2,}")
 
 
@@ -77,7 +80,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         scope = dict(scope)
-        path = _SLASHES.sub("/", scope["path"])
+        path = scope["path"]
+        if (absolute := _ABSOLUTE.match(path)) is not None:
+            # As to a proxy, and to be understood by every server; its host has to be one of ours like that of the header.
+            path = path[absolute.end() :]
+            name = absolute[1].rpartition("@")[2].encode("utf-8", "replace")
+            scope["headers"] = [*scope["headers"], (b"host", name)]
+        path = _SLASHES.sub("/", path)
         scope["path"] = path.rstrip("/") or "/"
         scope["root_path"] = self._root_path
         scope["raw_path"] = scope["path"].encode("utf-8", "surrogatepass")
@@ -91,6 +100,14 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         """The answer to what must not reach the routes."""
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            # A proxy that believes the other one would take the rest for the request of somebody else.
+            text = "the body has both a Content-Length and a Transfer-Encoding; send one"
+            return error_response(text, status=400, param="Content-Length", headers={"Connection": "close"})
+        if _head_size(scope) > MAX_HEAD_BYTES:
+            text = f"target and headers are larger than {MAX_HEAD_BYTES} bytes"
+            return error_response(text, status=431, headers={"Connection": "close"})
         if self._hosts is not None and not _is_host_of(scope, self._hosts):
             return error_response(
                 "the server does not answer for this Host header; name the host with --allowed-hosts if it is yours",
@@ -170,6 +187,12 @@ class Guard:
             await send(message)
 
         return noting
+
+
+def _head_size(scope: Scope) -> int:
+    """Bytes of target and headers, with what separates them."""
+    headers = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return headers + len(scope["path"]) + len(scope["query_string"])
 
 
 def _request_id(scope: Scope) -> str:

@@ -6,16 +6,35 @@ is the content.
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rabbet.contracts.parsers import ParsedPiece, ReasoningParser, ToolCallPiece, ToolParser
-from rabbet.errors import InvalidRequestError
+from rabbet.errors import InvalidRequestError, PluginError
 from rabbet.server.protocol import ChatCompletionRequest
 
 __all__ = ["Message", "Parsers", "TextParser"]
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def _contained(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """At the edge of a plugin: what would end the process ends the request."""
+
+    @functools.wraps(call)
+    def contained(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+        try:
+            return call(*args, **options)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise PluginError(f"a parser raised {type(error).__name__}: {error}") from error
+
+    return contained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +80,7 @@ class Parsers:
                 field="tools",
             )
 
+    @_contained
     def make(self, body: ChatCompletionRequest, tokenizer: Any) -> TextParser:
         """A parser for one output."""
         has_tools = self.tools is not None and body.tools and body.tool_choice != "none"
@@ -86,6 +106,7 @@ class TextParser:
         self._most_calls = most_calls
         self.has_calls = False
 
+    @_contained
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedPiece:
         """New text in, new pieces out."""
         if self._reasoning is None and self._tools is None:
@@ -96,6 +117,7 @@ class TextParser:
         ids = token_ids if first.content == text else ()
         return self._kept(_joined(ParsedPiece(reasoning=first.reasoning), self._tools.feed(first.content, ids)))
 
+    @_contained
     def finish(self) -> ParsedPiece:
         """The text is over: what was held back."""
         first = self._reasoning.finish() if self._reasoning is not None else ParsedPiece()

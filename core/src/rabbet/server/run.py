@@ -29,6 +29,7 @@ from rabbet.server.choices import parsers_of, stat_loggers_of
 from rabbet.server.connection import Connection
 from rabbet.server.errors import ShuttingDownError
 from rabbet.server.listen import address_of, bind, check_tls, release, url_of
+from rabbet.server.middleware import MAX_HEAD_BYTES
 from rabbet.server.state import ServerState
 
 __all__ = ["EXIT_CONFIG", "EXIT_ENGINE_DEAD", "EXIT_FAILED", "serve"]
@@ -38,7 +39,6 @@ EXIT_CONFIG = 2
 EXIT_ENGINE_DEAD = 3
 _DRAIN_POLL_S = 0.05
 _CLOSE_LIMIT_S = 5.0
-_MAX_HEADER_BYTES = 64 << 10
 _STATS_INTERVAL_S = 1.0
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class _Server:
             lifespan="off",
             http=Connection,
             ws="none",
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ssl_keyfile=self._config.ssl_keyfile,
             ssl_certfile=self._config.ssl_certfile,
             server_header=False,

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from rabbet.server.errors import describe, from_exception
 
-__all__ = ["DONE", "EventStream", "EventWriter", "event", "merge", "until_disconnect"]
+__all__ = ["DONE", "PING", "EventStream", "EventWriter", "event", "merge", "until_disconnect"]
 
 DONE = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
+PING = b": ping\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -64,6 +64,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry: three tasks, and the end of the first two ends all."""
+        scope.setdefault("state", {})["is_event_stream"] = True
         pump = asyncio.create_task(self._pump(scope, receive, send))
         gone = asyncio.create_task(_disconnected(receive))
         ping = asyncio.create_task(self._ping(send))
@@ -98,7 +99,7 @@ class EventStream(Response):
             self._has_sent = False
             await asyncio.sleep(self._keep_alive_s)
             if not (self._has_sent or self._is_ending):
-                await self._write(send, _PING)
+                await self._write(send, PING)
 
     async def _write(self, send: Send, content: bytes) -> None:
         self._has_sent = True
