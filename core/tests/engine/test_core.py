@@ -105,8 +105,8 @@ def test_refusals_say_whose_fault_it_is(core: EngineCore) -> None:
 
 
 def test_a_full_queue_refuses_as_overload(resolved: ResolvedConfig) -> None:
-    scheduler = replace(resolved.config.scheduler, max_num_queued_reqs=2)
-    core = EngineCore(replace(resolved, config=replace(resolved.config, scheduler=scheduler)))
+    scheduler = replace(resolved.config.scheduler, max_num_queued_reqs=1)
+    core = EngineCore(replace(resolved, max_num_seqs=1, config=replace(resolved.config, scheduler=scheduler)))
     kinds = [d.error_kind for i in range(4) for d in core.add(request_of(f"r{i}", [1]))]
     assert kinds == ["OverloadedError"] * 2
     assert len(drain(core)) == 2

@@ -424,14 +424,28 @@ def test_id_in_use_is_refused() -> None:
 
 
 def test_full_queue_refuses_and_keeps_nothing() -> None:
-    scheduler, _ = make_scheduler(max_num_queued_requests=1)
+    """A request that starts with the next step does not wait: one seat and a queue of one take two, in any moment."""
+    scheduler, _ = make_scheduler(max_num_queued_requests=1, max_num_seqs=1)
     request = make_request("a", [1])
-    scheduler.add(request)
-    with pytest.raises(OverloadedError, match="limit is 1"):
-        scheduler.add(replace(request, request_id="b"))
-    assert scheduler.request_ids() == ["a"]
-    assert scheduler.schedule() is not None
-    scheduler.add(replace(request, request_id="b"))
+    for name in ("a", "b"):
+        scheduler.add(replace(request, request_id=name))
+    for _ in range(2):
+        with pytest.raises(OverloadedError, match="1 requests wait already, the limit is 1"):
+            scheduler.add(replace(request, request_id="c"))
+        assert scheduler.request_ids() == ["a", "b"]
+        assert scheduler.schedule() is not None
+    scheduler.finish(["a"], FinishReason.ABORT)
+    scheduler.add(replace(request, request_id="c"))
+    assert sorted(scheduler.request_ids()) == ["b", "c"]
+
+
+def test_seats_that_no_block_is_left_for_are_no_room() -> None:
+    scheduler, _ = make_scheduler(max_num_queued_requests=1, num_blocks=4)
+    for start in (1, 21):
+        scheduler.add(make_request(f"from {start}", range(start, start + 8)))
+        scheduler.schedule()
+    with pytest.raises(OverloadedError, match="1 requests wait"):
+        scheduler.add(make_request("one more", [1]))
 
 
 def test_prefix_cache_is_reset_only_while_nothing_is_held() -> None:

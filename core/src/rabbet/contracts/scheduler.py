@@ -114,7 +114,7 @@ class SchedulerContext:
         is_chunked_prefill: A prompt may be split over steps.
         is_async: Plans are made one step ahead of results.
         policy: ``fcfs`` or ``priority`` for the built-in scheduler.
-        max_num_queued_requests: Waiting requests at most; None is no limit.
+        max_num_queued_requests: Requests at most that wait for a seat or for blocks; None is no limit.
         num_speculative_tokens: Most drafts a request and step.
         reserve_full_prompt: Admit a request only while its whole prompt fits into the pool.
         kv: The KV manager.

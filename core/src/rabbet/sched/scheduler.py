@@ -80,6 +80,7 @@ class _TokenScheduler(Scheduler):
         self._gone: list[str] = []
         self._counters = Counters()
         self._num_passed_over = 0
+        self._is_short = False
         self._prefills: dict[bytes, int] = {}
         self._random = random.Random()
         self._next_step = 1
@@ -96,8 +97,11 @@ class _TokenScheduler(Scheduler):
     def add(self, request: EngineRequest) -> None:
         """See ``Scheduler``."""
         limit = self.context.max_num_queued_requests
-        if limit is not None and len(self._waiting) >= limit:
-            raise OverloadedError(f"{len(self._waiting)} requests wait already, the limit is {limit}; try again later")
+        # What has a seat with the next step does not wait.
+        num_free = 0 if self._is_short else max(0, self.context.max_num_seqs - len(self._running))
+        num_waiting = len(self._waiting) - num_free
+        if limit is not None and num_waiting >= limit:
+            raise OverloadedError(f"{num_waiting} requests wait already, the limit is {limit}; try again later")
         if request.request_id in self._entries or self._transfers.holds(request.request_id):
             raise InvalidRequestError(f"the request id {request.request_id} is in use", field="request_id")
         check_request(request, self.context, self._max_len)
@@ -175,6 +179,7 @@ class _TokenScheduler(Scheduler):
         """See ``Scheduler``. A plan without tokens lets a KV connector report while nothing else runs."""
         draft = PlanDraft(tokens_left=self.context.max_num_batched_tokens)
         self._schedule_running(draft)
+        self._is_short = draft.has_preempted
         if not draft.has_preempted:
             self._schedule_waiting(draft)
         if not draft.counts and (self._flights or not self._transfers.is_busy):
@@ -288,6 +293,7 @@ class _TokenScheduler(Scheduler):
                 if len(passed_over) >= _MAX_PASSED_OVER:
                     break
             elif turn is _Turn.BLOCKED and (self._running or not self._give_up_load(request)):
+                self._is_short = True
                 break
         self._num_passed_over = len(passed_over)
         for request in reversed(passed_over):
