@@ -143,3 +143,15 @@ def test_the_tokenizers_own_code_runs_only_if_it_is_trusted(tmp_path: Path, monk
     assert caught.value.field == "model.trust_remote_code" and not marker.exists()
     assert load_tokenizer(directory, trust_remote_code=True).encode("a", add_special_tokens=False) == [100]
     assert marker.exists()
+
+
+def test_a_token_keeps_its_space(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    """Alone, tokenizers of pieces write a token like the first of a text; tokens, joined, are the text they stand in."""
+    text = "Hello world  a b"
+    for tokenizer in (byte_level, byte_fallback):
+        ids = tokenizer.encode("a" + text, add_special_tokens=False)
+        assert "".join(map(tokenizer.token, ids)).lstrip(" ") == "a" + text
+        assert b"".join(tokenizer.bytes_of(i) or b"?" for i in ids).lstrip(b" ") == b"a" + text.encode()
+    pieces = {byte_fallback._backend.id_to_token(i): byte_fallback.token(i) for i in range(byte_fallback.size)}
+    assert pieces["\u2581"] == " " and pieces["\u2581Hello"] == " Hello" and pieces["\u2581a"] == " a"
+    assert pieces["a"] == "a" and pieces["<end>"] == "<end>" and pieces["<0x41>"] == "A"

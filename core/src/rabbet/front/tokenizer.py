@@ -17,6 +17,7 @@ __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_directory"]
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 _HUB_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_SPACE_MARK = "\u2581"
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -152,6 +153,10 @@ class Tokenizer:
         return self.encode("a", add_special_tokens=False)
 
     @cached_property
+    def _anchor_chars(self) -> int:
+        return len(self._backend.decode(self.anchor, False))
+
+    @cached_property
     def max_token_chars(self) -> int:
         """Most characters that one token stands for: a text of n characters has at least n / this many tokens."""
         return max((len(self._backend.id_to_token(i) or "") for i in range(self.size)), default=1) or 1
@@ -161,8 +166,13 @@ class Tokenizer:
         return self._backend.decode([token_id for token_id in ids if 0 <= token_id < self.size], skip_special_tokens)
 
     def token(self, token_id: int) -> str:
-        """One token as text, special ones included."""
-        return self._backend.decode([token_id], False) if 0 <= token_id < self.size else ""
+        """One token as text, special ones included, as it stands in the middle of a text."""
+        if not 0 <= token_id < self.size:
+            return ""
+        if not (self._backend.id_to_token(token_id) or "").startswith(_SPACE_MARK):
+            return self._backend.decode([token_id], False)
+        # Alone it would be the first of a text, which loses its space.
+        return self._backend.decode([*self.anchor, token_id], False)[self._anchor_chars :]
 
 
 def _byte_tokens(backend: _Backend, size: int) -> dict[int, int]:
