@@ -18,6 +18,7 @@ from rabbet.contracts.weights import ModelFiles
 from rabbet.engine.client import EngineClient
 from rabbet.engine.messages import Abort, Add, EngineInfo, Heartbeat, ToEngine
 from rabbet.front.async_llm import AsyncLLM
+from rabbet.registry import Composition
 from rabbet.server.app import build_app
 from rabbet.server.state import ServerState
 from rabbet.types.outputs import FinishReason, RequestDelta, TokenLogprobs
@@ -60,7 +61,7 @@ class ScriptedClient(EngineClient):
             files=files,
             vocab_size=VOCAB,
             eos_token_ids=(END,),
-            composition=SimpleNamespace(digest="d" * 64),
+            composition=Composition(decisions=(), digest="d" * 64),
             dtype="f4",
         )
         self.resolved = resolved

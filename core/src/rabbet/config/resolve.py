@@ -125,7 +125,7 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
     resolver.choose("scheduler", config.scheduler.scheduling_policy, asked_by="--scheduling-policy")
     defaults = platform.batch_defaults(is_server=is_server, world_size=world_size)
     budgets = resolve_budgets(config, hf_text, defaults)
-    composition = compose(tuple(resolver.decisions))
+    composition = compose(tuple(resolver.decisions)).settled(is_strict=config.plugins.strict)
     _log(composition)
     return ResolvedConfig(
         config=config,

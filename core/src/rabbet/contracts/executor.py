@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,10 @@ class Executor(ABC):
 
         A failure of one rank fails the future; ``check_health`` raises from then on.
         """
+
+    def evidence(self) -> Sequence[tuple[str, str]]:
+        """Changes of core that its other processes found: owner and place. Asked once, after ``initialize_cache``."""
+        return ()
 
     @property
     def max_concurrent_steps(self) -> int:

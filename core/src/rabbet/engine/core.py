@@ -17,6 +17,7 @@ from rabbet.engine.sizing import fit_context, report_capacity
 from rabbet.errors import ClientError, ConfigError, EngineDeadError, OverloadedError
 from rabbet.kv.groups import build_cache_config, capacity_tokens, max_concurrency
 from rabbet.kv.manager import BlockKVManager
+from rabbet.registry import Composition
 from rabbet.types.kv import KVCacheConfig
 from rabbet.types.outputs import FinishReason, RequestDelta, StepResult
 from rabbet.types.plan import StepPlan
@@ -47,7 +48,7 @@ class EngineCore:
             ConfigError: If the KV cache cannot hold one request; the message says what would fit.
         """
         phase = on_phase or (lambda _name: None)
-        self._executor: Executor = resolved.composition.load("executor")(resolved)
+        self._executor: Executor = resolved.composition.build("executor", resolved)
         try:
             phase("loading the model")
             specs = self._executor.load()
@@ -60,6 +61,7 @@ class EngineCore:
             self._executor.initialize_cache(cache)
             self._depth = _depth(self._executor, resolved)
             self.scheduler = self._make_scheduler(cache)
+            self.resolved = replace(self.resolved, composition=self._settled())
         except BaseException:
             self._executor.shutdown()
             raise
@@ -69,10 +71,15 @@ class EngineCore:
         self.info = _info(self.resolved, cache, report)
         report_capacity(self.info, report)
 
+    def _settled(self) -> Composition:
+        """The composition with everything that was done to core until now, by whichever process."""
+        resolved = self.resolved
+        return resolved.composition.settled(is_strict=resolved.config.plugins.strict, more=self._executor.evidence())
+
     def _make_scheduler(self, cache: KVCacheConfig) -> Scheduler:
         resolved, settings = self.resolved, self.resolved.config.scheduler
-        scheduler_class: type[Scheduler] = resolved.composition.load("scheduler")
-        return scheduler_class(
+        return resolved.composition.build(  # type: ignore[no-any-return]
+            "scheduler",
             SchedulerContext(
                 max_num_batched_tokens=resolved.max_num_batched_tokens,
                 max_num_seqs=resolved.max_num_seqs,
@@ -84,7 +91,7 @@ class EngineCore:
                 max_num_queued_requests=settings.max_num_queued_reqs,
                 kv=BlockKVManager(cache, enable_prefix_caching=resolved.config.cache.enable_prefix_caching),
                 cache=cache,
-            )
+            ),
         )
 
     # ---- requests

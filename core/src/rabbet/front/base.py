@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class ModelInfo:
         capacity_tokens: Tokens that the KV cache holds.
         max_concurrency: Requests of the longest context that fit at once.
         digest: Of the composition.
+        tampered: Who changed core, and where.
         dtype: Of the computation.
     """
 
@@ -52,6 +53,7 @@ class ModelInfo:
     max_concurrency: float
     digest: str
     dtype: str
+    tampered: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -113,9 +115,21 @@ class FrontBase:
             digest=resolved.composition.digest,
             dtype=resolved.dtype,
         )
+        self._composition = resolved.composition
+        self.settle()
         self._tracked: dict[str, tuple[TrackedRequest, int]] = {}
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
+
+    def settle(self) -> None:
+        """Take in what was changed in core by now; asked again once hooks were told that the engine is ready.
+
+        Raises:
+            PluginPolicyError: If anything was, under ``--plugins-strict``.
+        """
+        settled = self._composition.settled(is_strict=self.config.plugins.strict)
+        tampered = tuple(f"{owner}: {place}" for owner, place in settled.tampered)
+        self.model_info = replace(self.model_info, digest=settled.digest, tampered=tampered)
 
     # ---- prompts
 

@@ -6,16 +6,17 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rabbet.errors import CompositionMismatchError, PluginError, PluginLoadError
+from rabbet.errors import CompositionMismatchError, PluginError, PluginLoadError, PluginPolicyError
 from rabbet.registry.decision import Decision
-from rabbet.registry.loader import resolve_value, verify_class
+from rabbet.registry.loader import resolve_watched, verify_class
 from rabbet.registry.onefile import stage_file
+from rabbet.registry.tamper import evidence, watch
 
 __all__ = ["Composition", "compose"]
 
@@ -27,12 +28,14 @@ class Composition:
     Attributes:
         decisions: One for each kind and scope.
         parts: For each decision: ``kind/name``, owner, version, hash of the class's source file.
-        digest: sha256 over the parts: equal digests, equal code.
+        tampered: Owner and place of each change of core that was found so far.
+        digest: sha256 over the parts and the changes: equal digests, equal code.
     """
 
     decisions: tuple[Decision, ...]
     parts: tuple[tuple[str, str, str, str], ...] = ()
     digest: str = ""
+    tampered: tuple[tuple[str, str], ...] = ()
 
     def get(self, kind: str, scope: str = "target") -> Decision | None:
         """The decision of a kind, or None if it was not needed."""
@@ -55,16 +58,38 @@ class Composition:
         if decision.file:
             stage_file(Path(decision.file))
         try:
-            return verify_class(kind, decision.name, resolve_value(decision.value))
+            return verify_class(kind, decision.name, resolve_watched(decision.label, decision.value))
         except PluginError:
             raise
         except (Exception, SystemExit) as error:  # a plugin's import may raise anything
             raise PluginLoadError(
-                f"{kind}/{decision.name} of {decision.distribution} {decision.version} failed to load "
+                f"{kind}/{decision.name} of {decision.label} failed to load "
                 f"({decision.value}): {type(error).__name__}: {error}",
                 kind=kind,
                 name=decision.name,
             ) from error
+
+    def build(self, kind: str, *arguments: Any, scope: str = "target", **named: Any) -> Any:
+        """An object of the class of one kind. What its constructor changes of core is its owner's doing."""
+        target = self.load(kind, scope)
+        decision = self.get(kind, scope)
+        assert decision is not None, "load() has found it"
+        with watch(decision.label, decision.value):
+            return target(*arguments, **named)
+
+    def settled(self, *, is_strict: bool, more: Sequence[Sequence[str]] = ()) -> Composition:
+        """The same with what this process finds changed in core, and with what others found.
+
+        Raises:
+            PluginPolicyError: If anything was changed and ``is_strict``.
+        """
+        found = tuple(sorted({*self.tampered, *evidence(), *((owner, place) for owner, place in more)}))
+        if found and is_strict:
+            told = "; ".join(f"{owner} changes {place}" for owner, place in found)
+            raise PluginPolicyError(f"{told}: remove what changes Rabbet itself, or leave --plugins-strict out")
+        if found == self.tampered:
+            return self
+        return replace(self, tampered=found, digest=_digest((self.parts, found)))
 
     def verify(self) -> None:
         """Compare with what this process has.
@@ -85,8 +110,11 @@ class Composition:
 def compose(decisions: Sequence[Decision]) -> Composition:
     """Freeze decisions and compute the digest."""
     parts = tuple(_part(decision) for decision in decisions)
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return Composition(decisions=tuple(decisions), parts=parts, digest=digest)
+    return Composition(decisions=tuple(decisions), parts=parts, digest=_digest(parts))
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def _part(decision: Decision) -> tuple[str, str, str, str]:

@@ -56,10 +56,14 @@ class Decision:
     rejected: tuple[Rejection, ...] = ()
     file: str = ""
 
+    @property
+    def label(self) -> str:
+        """Distribution and version, for messages."""
+        return f"{self.distribution} {self.version}".strip()
+
     def lines(self) -> tuple[str, ...]:
         """The decision for people: one line for the choice, one for each candidate that was passed over."""
-        owner = f"{self.distribution} {self.version}".strip()
-        head = f"{self.kind:<12} {self.scope:<8} ->  {self.name:<14} {owner}, contract {self.contract}, {self.asked_by}"
+        head = f"{self.kind:<12} {self.scope:<8} ->  {self.name:<14} {self.label}, contract {self.contract}, {self.asked_by}"
         rows = [
             f"   {item.priority:>2} {item.name:<14} {item.state:<10} {'; '.join(item.reasons)}".rstrip()
             for item in self.rejected

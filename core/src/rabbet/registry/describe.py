@@ -22,11 +22,13 @@ _PROBE = """
 import json, resource, sys, time
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.loader import load_entry
+from rabbet.registry.tamper import evidence
 entry = next(e for e in Catalog.scan().entries if (e.kind, e.name, e.distribution) == tuple(sys.argv[1:4]))
 before, started = set(sys.modules), time.monotonic()
 load_entry(entry)
 print(json.dumps({"seconds": time.monotonic() - started,
                   "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+                  "tampered": [place for _, place in evidence()],
                   "modules": sorted({m.split(".")[0] for m in set(sys.modules) - before})}))
 """
 
@@ -109,6 +111,9 @@ def _examine(entry: Entry) -> dict[str, Any]:
     if done.returncode != 0:
         return {"ok": False, "detail": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     facts = json.loads(done.stdout.strip().splitlines()[-1])
+    if places := facts.pop("tampered"):
+        detail = f"changes Rabbet itself: {', '.join(places)}"
+        return {"ok": False, "state": State.TAMPERED.value, "detail": detail, **facts}
     heavy = [module for module in facts["modules"] if module in _HEAVY]
     detail = f"{facts['seconds'] * 1000:.0f} ms, {facts['memory_mib']} MiB"
     return {"ok": True, "detail": detail + (f", imports {', '.join(heavy)}" if heavy else ""), **facts}

@@ -29,6 +29,7 @@ class State(str, Enum):
     ABSENT = "absent"
     BROKEN = "broken"
     REFUSED = "refused"
+    TAMPERED = "tampered"
     NOT_NEEDED = "not needed"
 
 

@@ -11,9 +11,11 @@ import pluggy
 
 from rabbet.contracts.hooks import HookSpecs
 from rabbet.registry.catalog import Catalog
+from rabbet.registry.composition import Composition
 from rabbet.registry.entry import State
 from rabbet.registry.loader import load_entry
 from rabbet.registry.policy import PluginPolicy, matches
+from rabbet.registry.tamper import watch
 
 __all__ = ["HookBus"]
 
@@ -33,11 +35,15 @@ class HookBus:
 
     manager: pluggy.PluginManager = field(default_factory=_manager)
     failures: Counter[str] = field(default_factory=Counter)
+    total_failures: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    total_failures: Counter[str] = field(default_factory=Counter)
     def load(cls, catalog: Catalog, policy: PluginPolicy) -> HookBus:
-        """Load hook plugins that are installed and not denied; those that add routes only if allowed by name."""
+        """Load hook plugins that are installed and not denied; those that add routes only if allowed by name.
+
+        Raises:
+            PluginPolicyError: If one changes core and the policy is strict.
+        """
         bus = cls()
         for entry in catalog.of_kind("hooks"):
             if entry.state not in (State.COMPATIBLE, State.UNDECLARED):
@@ -47,12 +53,14 @@ class HookBus:
                 logger.info("hooks/%s of %s is not loaded: allow it by name (--plugins-allow)", entry.name, entry.label)
                 continue
             try:
-                bus.manager.register(load_entry(entry)(), name=entry.name)
+                with watch(entry.label, entry.value):
+                    bus.manager.register(load_entry(entry)(), name=entry.name)
             except (Exception, SystemExit) as error:  # its constructor may raise anything, and must not stop the start
                 logger.warning(
                     "hooks/%s of %s is left out: %s: %s", entry.name, entry.label, type(error).__name__, error
                 )
                 bus.manager.unregister(name=entry.name) if bus.manager.has_plugin(entry.name) else None
+        Composition(decisions=()).settled(is_strict=policy.is_strict)
         return bus
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
@@ -67,6 +75,7 @@ class HookBus:
                 result = implementation.function(**given)
             except BaseException:  # a listener may raise anything, and must not disturb the others
                 self.failures[name] += 1
+                self.total_failures[name or "?"] += 1
                 off = ", which is switched off now" if self.failures[name] >= _MAX_FAILURES else ""
                 logger.exception("hook %s of plugin %s failed%s", hook, name, off)
                 continue
@@ -74,4 +83,3 @@ class HookBus:
             if result is not None:
                 results.append(result)
         return results
-                self.total_failures[name or "?"] += 1

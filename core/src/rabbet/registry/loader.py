@@ -16,8 +16,9 @@ from rabbet.contracts.registration import registrations_of
 from rabbet.errors import PluginError, PluginLoadError, RabbetError
 from rabbet.registry._load import load_entry_point
 from rabbet.registry.entry import Entry
+from rabbet.registry.tamper import watch
 
-__all__ = ["ask", "load_entry", "resolve_value", "verify_class"]
+__all__ = ["ask", "load_entry", "resolve_value", "resolve_watched", "verify_class"]
 
 logger = logging.getLogger(__name__)
 _results: dict[tuple[str, str, str], type | PluginError] = {}
@@ -45,7 +46,10 @@ def _load(entry: Entry) -> type | PluginError:
     # Written before the import: if the process dies in it, this line says which plugin it was.
     logger.debug("loading %s/%s of %s", entry.kind, entry.name, entry.label)
     try:
-        target = load_entry_point(entry.entry_point) if entry.entry_point is not None else resolve_value(entry.value)
+        with watch(entry.label, entry.value):
+            target = (
+                load_entry_point(entry.entry_point) if entry.entry_point is not None else resolve_value(entry.value)
+            )
         return verify_class(entry.kind, entry.name, target)
     except PluginError as error:
         return error
@@ -86,6 +90,14 @@ def resolve_value(value: str) -> Any:
     for part in qualname.split("."):
         target = getattr(target, part)
     return target
+
+
+def resolve_watched(owner: str, value: str) -> Any:
+    """The same; a first import is watched for what it changes of core."""
+    if value.partition(":")[0] in sys.modules:
+        return resolve_value(value)
+    with watch(owner, value):
+        return resolve_value(value)
 
 
 def verify_class(kind: str, name: str, target: Any) -> type[Any]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from rabbet.errors import PluginLoadError
+from rabbet.registry.tamper import watch
 
 __all__ = ["MODULE_PREFIX", "module_name", "stage_file"]
 
@@ -43,7 +44,8 @@ def stage_file(path: Path) -> str:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with watch(str(path), name):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a plugin's code may raise anything
         sys.modules.pop(name, None)
         raise PluginLoadError(f"--plugin {path} failed to import: {type(error).__name__}: {error}") from error

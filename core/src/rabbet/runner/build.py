@@ -53,9 +53,9 @@ def build_model(
         parallel=parallel,
         dtype=getattr(torch, resolved.dtype),
         device=device,
-        linear=composition.load("linear")(),
+        linear=composition.build("linear"),
         ops=platform.layer_ops() or TorchLayerOps(),
-        moe=composition.load("moe")() if composition.get("moe") else None,
+        moe=composition.build("moe") if composition.get("moe") else None,
         quantization=_quantization(resolved),
         block_size=resolved.block_size,
         kv_cache_dtype=resolved.kv_cache_dtype,
@@ -65,7 +65,7 @@ def build_model(
     model_class = composition.load("model")
     format_class = composition.load("weights")
     with torch.device(device):
-        model = model_class(config=config, context=context)
+        model = composition.build("model", config=config, context=context)
     _check_attention(resolved, context)
     if composition.name("weights") == "dummy":
         size = fill_with_noise(model)

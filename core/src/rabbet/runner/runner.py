@@ -69,7 +69,7 @@ class DeviceRunner(ModelRunner):
     def load(self) -> None:
         """See ``ModelRunner``."""
         resolved = self._resolved
-        self._platform = resolved.composition.load("platform")()
+        self._platform = resolved.composition.build("platform")
         self._device = self._platform.init_device(local_rank=self._rank, world_size=self._world_size)
         self._parallel = init_parallel(
             rank=self._rank,
@@ -130,7 +130,8 @@ class DeviceRunner(ModelRunner):
             layouts.update({name: backend_class.kv_layout(specs[name]) for name in group.layer_names})
             layer = self._built.context.attention_layers[group.layer_names[0]]  # type: ignore[union-attr]
             self._backends.append(
-                backend_class(
+                resolved.composition.build(
+                    "attention",
                     AttentionContext(
                         spec=spec,
                         query=attention_query(resolved, layer),
@@ -139,7 +140,7 @@ class DeviceRunner(ModelRunner):
                         max_num_requests=resolved.max_num_seqs,
                         max_model_len=resolved.max_model_len,
                         options=resolved.options.get(resolved.composition.name("attention") or "", {}),
-                    )
+                    ),
                 )
             )
         for tensor in config.tensors:

@@ -40,8 +40,11 @@ def health(state: ServerState) -> Response:
 
 def version(state: ServerState) -> Response:
     """Rabbet's version and the composition's digest."""
-    digest = state.llm.model_info.digest if state.llm is not None else None
-    return json_response({"version": __version__, "composition": digest})
+    info = state.llm.model_info if state.llm is not None else None
+    answer: dict[str, Any] = {"version": __version__, "composition": info.digest if info is not None else None}
+    if info is not None and info.tampered:
+        answer["tampered"] = info.tampered
+    return json_response(answer)
 
 
 def list_models(state: ServerState) -> Response:

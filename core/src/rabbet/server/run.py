@@ -215,6 +215,7 @@ class _Server:
         # Whoever asked while the engine was loading has made the description without the plugins' routes.
         self._app.openapi_schema = None
         self._hooks.call("on_engine_ready", config=self._engine_config)
+        llm.settle()
         info = llm.model_info
         logger.info(
             "ready at %s after %.1f s: model %s, %s, context %d tokens, %.1f requests of that length at once, docs at "
@@ -226,7 +227,7 @@ class _Server:
             info.max_model_len,
             info.max_concurrency,
             "no address" if self._config.disable_fastapi_docs else f"{self._url}/docs",
-            info.digest[:12],
+            info.digest[:12] + (f", Rabbet itself changed by {'; '.join(info.tampered)}" if info.tampered else ""),
         )
 
     def _on_death(self, error: EngineDeadError) -> None:

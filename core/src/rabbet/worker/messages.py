@@ -85,9 +85,10 @@ class Profiled(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """The cache is there."""
+    """The cache is there. ``tampered``: owner and place of each change of core that the rank found."""
 
     rank: int
+    tampered: list[tuple[str, str]]
 
 
 class Stepped(_Message, frozen=True):

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from rabbet.types.outputs import StepResult
 from rabbet.types.plan import StepPlan
 from rabbet.worker.messages import (
     Close,
+    Done,
     Execute,
     FromWorker,
     InitializeCache,
@@ -102,6 +104,7 @@ class MultiprocessExecutor(Executor):
         self._oldest_since = time.monotonic()
         self._lock = threading.Lock()
         self._death: RabbetError | None = None
+        self._evidence: list[tuple[str, str]] = []
         self._is_closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reader = threading.Thread(target=self._read, name="rabbet-ranks-reader", daemon=True)
@@ -171,7 +174,12 @@ class MultiprocessExecutor(Executor):
 
     def initialize_cache(self, config: KVCacheConfig) -> None:
         """See ``Executor``."""
-        self._command(InitializeCache(config=config)).result()
+        answers = self._command(InitializeCache(config=config)).result()
+        self._evidence = sorted({pair for answer in answers if isinstance(answer, Done) for pair in answer.tampered})
+
+    def evidence(self) -> Sequence[tuple[str, str]]:
+        """See ``Executor``."""
+        return self._evidence
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """See ``Executor``."""

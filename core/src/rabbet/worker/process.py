@@ -78,7 +78,8 @@ class _Worker:
         if isinstance(command, InitializeCache):
             self._runner.initialize_cache(command.config)
             self._runner.warm_up()
-            return Done(rank=rank)
+            settled = self._resolved.composition.settled(is_strict=self._resolved.config.plugins.strict)
+            return Done(rank=rank, tampered=list(settled.tampered))
         if isinstance(command, Execute):
             result = self._runner.execute(command.plan)
             return Stepped(rank=rank, step_id=command.plan.step_id, result=result if rank == 0 else None)
