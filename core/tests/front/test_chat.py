@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rabbet.errors import InvalidRequestError
+from rabbet.front import chat
 from rabbet.front.chat import normalise_messages, render_chat
 from rabbet.front.tokenizer import Tokenizer
 
@@ -123,3 +124,36 @@ def test_variables_reach_the_template_but_not_its_messages(byte_level: Tokenizer
         add_generation_prompt=False,
     )
     assert text == 'False1False{"k": "\u00e9<"}'
+
+
+GROWS = "{% set n = namespace(t='ab') %}{% for i in range(90) %}{% set n.t = n.t OP n.t %}{% endfor %}{{ n.t }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 0.05 s"),
+        ("{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "longer than 0.05 s"),
+        ("{% macro m() %}{{ caller() }}{% endmacro %}{% for i in range(99999) %}{% for j in range(999) %}{% call m() %}{% endcall %}"
+         "{% endfor %}{% endfor %}", "longer than 0.05 s"),
+        ("{% for a in range(99) %}{{ 'x' * 999 }}{% endfor %}", "more than 10000 characters"),
+        ("{{ 'a' * 10 ** 9 }}", "more than 10000 characters"),
+        ("{{ 10 ** 9 * [1] }}", "more than 10000 characters"),
+        ("{{ 10 ** 10 ** 10 ** 10 ** 10 }}", "more than 10000 characters"),
+        (GROWS.replace("OP", "+"), "more than 10000 characters"),
+        (GROWS.replace("OP", "~"), "more than 10000 characters"),
+    ],
+)  # fmt: skip
+def test_a_template_has_limits_of_time_and_size(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str, text: str
+) -> None:
+    monkeypatch.setattr(chat, "RENDER_LIMIT_S", 0.05)
+    monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 10_000)
+    with pytest.raises(InvalidRequestError, match=text) as caught:
+        render(byte_level, [{"role": "user", "content": "A"}], template=template)
+    assert caught.value.field == "messages"
+
+
+def test_operators_of_templates_do_what_they_do_elsewhere(byte_level: Tokenizer) -> None:
+    template = "{{ 2 * 3 }}{{ 'a' * 2 }}{{ 2 ** 3 }}{{ 'a' + 'b' }}{{ 1 + 2 }}{{ 'x' ~ 1 ~ none ~ undefined_name }}{{ [1] + [2] }}{{ 1.5 * 2 }}"
+    assert render(byte_level, [{"role": "user", "content": "A"}], template=template) == "6aa8ab3x1None[1, 2]3.0"

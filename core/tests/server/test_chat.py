@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,3 +246,19 @@ def test_grammars_reach_the_engine_once_a_plugin_is_in_use(site: Any) -> None:
     assert site.error(PATH, {"messages": HELLO, "structured_outputs": {"what": 1}})["param"] == "structured_outputs"
     both = {"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}}
     assert site.error(PATH, {"messages": HELLO, **both})["param"] == "response_format"
+
+
+def test_templates_run_off_the_loop(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may be slow or hostile, and nobody else must wait for it."""
+    threads: list[threading.Thread] = []
+    render = site.llm.render_chat
+
+    def noting(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread())
+        return render(*args, **options)
+
+    monkeypatch.setattr(site.llm, "render_chat", noting)
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    site.answer("/v1/chat/completions", body)
+    site.answer("/tokenize", {"messages": body["messages"]})
+    assert len(threads) == 2 and threading.main_thread() not in threads

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -17,10 +19,16 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from rabbet.errors import InvalidRequestError, shorten
 
-__all__ = ["check_template", "normalise_messages", "render_chat"]
+__all__ = ["MAX_RENDERED_CHARS", "RENDER_LIMIT_S", "check_template", "normalise_messages", "render_chat"]
+
+RENDER_LIMIT_S = 10.0
+"""A template is a program of somebody else: it ends after that many seconds."""
+MAX_RENDERED_CHARS = 32 << 20
+"""Of a prompt, and of every text and list on the way to it."""
 
 _ROLES = {"developer": "system"}
 _RESERVED = ("messages", "tools", "add_generation_prompt", "documents", "chat_template", "tokenize")
@@ -54,13 +62,15 @@ def render_chat(
     given = {key: value for key, value in (variables or {}).items() if key not in _RESERVED}
     compiled = _compiled(template)
     try:
-        text = compiled.render(
+        _clock.ends_s = time.monotonic() + RENDER_LIMIT_S
+        pieces = compiled.generate(
             messages=plain,
             tools=list(tools) if tools else None,
             documents=None,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             **{**special_tokens, **given},
         )
+        text = _joined(pieces)
     except jinja2.TemplateError as error:
         message = f"the chat template refuses these messages: {error.message}"
         raise InvalidRequestError(message, field="messages") from error
@@ -178,16 +188,88 @@ class _GenerationMark(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+_clock = threading.local()
+"""When the rendering of this thread has to end."""
+
+
+def _tick() -> None:
+    if time.monotonic() > _clock.ends_s:
+        raise jinja2.TemplateError(f"it takes longer than {RENDER_LIMIT_S:g} s")
+
+
+def _joined(pieces: Iterable[Any]) -> str:
+    made, size = [], 0
+    for piece in pieces:
+        made.append(str(piece))
+        size += len(made[-1])
+        _check_size(size)
+        _tick()
+    return "".join(made)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_RENDERED_CHARS:
+        raise jinja2.TemplateError(f"it makes more than {MAX_RENDERED_CHARS} characters")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """One whose templates end in time, and whose values have a bound where they can grow fast."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse what would be too large before it is made."""
+        sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_size(left.bit_length() * max(0, right))
+        if operator == "+" and None not in sizes:
+            _check_size(sum(size or 0 for size in sizes))
+        for size, times in zip(sizes, (right, left), strict=True):
+            if operator == "*" and size is not None and isinstance(times, int):
+                _check_size(size * times)
+        return super().call_binop(context, operator, left, right)
+
+    def tick(self) -> str:
+        """Called wherever a template repeats something."""
+        _tick()
+        return ""
+
+    def joined(self, *pieces: Any) -> str:
+        """What ``~`` makes."""
+        return _joined(pieces)
+
+
+class _Bounds(NodeTransformer):
+    """Puts the calls of ``_Sandbox`` into a template."""
+
+    def visit_For(self, node: Any) -> Any:
+        """A look at the clock for each turn of a loop, and each call of a macro."""
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._call("tick", [], node.lineno), lineno=node.lineno))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_For
+
+    def visit_Concat(self, node: Any) -> Any:
+        """``~`` is no operator that a sandbox sees."""
+        self.generic_visit(node)
+        return self._call("joined", node.nodes, node.lineno)
+
+    @staticmethod
+    def _call(name: str, values: list[Any], line: int) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(name), values, [], None, None, lineno=line)
+
+
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationMark]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(template)
+        return environment.from_string(_Bounds().visit(environment.parse(template)))
     except jinja2.TemplateSyntaxError as error:
         message = f"the chat template is wrong at line {error.lineno}: {error.message}"
         raise InvalidRequestError(message, field="chat_template") from error

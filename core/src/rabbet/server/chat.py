@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -14,7 +15,7 @@ from rabbet.front.async_llm import AsyncLLM
 from rabbet.front.chat import normalise_messages
 from rabbet.front.outputs import CompletionOutput, RequestOutput
 from rabbet.front.processor import TokenizedPrompt
-from rabbet.server.body import body_size, read_body
+from rabbet.server.body import read_body
 from rabbet.server.call import Call, truncated
 from rabbet.server.early import MAX_TOOLS, check_chat, too_many_messages, too_many_tools
 from rabbet.server.errors import json_response
@@ -33,14 +34,14 @@ _ChatCall = Call[ChatCompletionRequest]
 async def create_chat_completion(request: Request, state: ServerState) -> Response:
     """Answer a conversation."""
     body = await read_body(request, ChatCompletionRequest, state, early=check_chat)
-    call = await _prepare(body, state, body_size(request))
+    call = await _prepare(body, state)
     if body.stream:
         return EventStream(_stream(call), keep_alive_s=state.config.sse_keep_alive_interval_s)
     answer = await until_disconnect(request, _whole(call))
     return Response(status_code=499) if answer is None else json_response(answer)
 
 
-async def _prepare(body: ChatCompletionRequest, state: ServerState, size_bytes: int) -> _ChatCall:
+async def _prepare(body: ChatCompletionRequest, state: ServerState) -> _ChatCall:
     llm = state.engine()
     model = state.check_model(body.model)
     state.parsers.check(body)
@@ -48,7 +49,8 @@ async def _prepare(body: ChatCompletionRequest, state: ServerState, size_bytes: 
         raise InvalidRequestError("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     salt = llm.processor.check_salt(body.cache_salt)
     sampling = chat_sampling(body, llm.sampling_defaults, state)
-    tokens = await state.off_loop(size_bytes, lambda: chat_prompt(body, state, llm))
+    # In a thread however short: the time that a template takes is its author's to choose.
+    tokens = await asyncio.to_thread(chat_prompt, body, state, llm)
     room = llm.model_info.max_model_len - 1
     tokens = truncated(tokens, body, room)
     prompt = TokenizedPrompt(tokens.text, tokens.token_ids, salt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +10,6 @@ from starlette.responses import Response
 
 from rabbet import __version__
 from rabbet.errors import InvalidRequestError, RabbetError
-from rabbet.front.async_llm import AsyncLLM
 from rabbet.metrics.prometheus import Served, render_metrics
 from rabbet.server.body import body_size, read_body
 from rabbet.server.chat import chat_prompt
@@ -97,19 +97,16 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         raise InvalidRequestError("give either prompt or messages", field="prompt")
     if llm.tokenizer is None:
         raise InvalidRequestError("the tokenizer is off", field="prompt")
-    ids = await state.off_loop(body_size(request), lambda: _ids(body, state, llm))
+    if body.messages is not None:
+        ids = (await asyncio.to_thread(chat_prompt, body, state, llm)).token_ids
+    else:
+        # Not by the processor: counting the tokens of a text that is too long, or empty, is a use of this route.
+        has_special, text, encode = body.add_special_tokens is not False, body.prompt or "", llm.tokenizer.encode
+        ids = await state.off_loop(body_size(request), lambda: encode(text, add_special_tokens=has_special))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": llm.model_info.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [llm.tokenizer.token(token_id) for token_id in ids]
     return json_response(answer)
-
-
-def _ids(body: TokenizeRequest, state: ServerState, llm: AsyncLLM) -> list[int]:
-    if body.messages is not None:
-        return chat_prompt(body, state, llm).token_ids
-    assert llm.tokenizer is not None, "checked before"
-    # Not by the processor: counting the tokens of a text that is too long, or empty, is a use of this route.
-    return llm.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 
 async def detokenize(request: Request, state: ServerState) -> Response:
