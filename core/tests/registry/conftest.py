@@ -88,8 +88,10 @@ def fake_dist(site: Path) -> Callable[..., str]:
 def forget_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test sees no class that others registered in this process, and leaves none behind."""
     from rabbet.contracts import registration
-    from rabbet.registry import loader
+    from rabbet.registry import loader, tamper
 
+    for name, empty in (("_originals", {}), ("_patches", {}), ("_owners", {}), ("_asked", set())):
+        monkeypatch.setattr(tamper, name, empty)
     monkeypatch.setattr(registration, "_staged", {})
     monkeypatch.setattr(loader, "_results", {})
     assert "pytest" in sys.modules

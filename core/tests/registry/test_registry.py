@@ -285,23 +285,23 @@ def test_composition_crosses_processes_and_loads_only_what_it_names(site: Path, 
 def test_worker_that_holds_other_code_refuses_with_a_table(site: Path, fake_dist: Write) -> None:
     package = fake_dist()
     composition = compose([select(scan(site), "attention", name="acme_flash", query=QUERY)])
-    from rabbet.registry.composition import _source_hash
+    from rabbet.registry.composition import source_hash
 
     (site / package / "helper.py").write_text("x = 1\n")
-    _source_hash.cache_clear()
+    source_hash.cache_clear()
     with pytest.raises(CompositionMismatchError, match="attention/acme_flash: decided acme"):
         composition.verify()
 
 
 def test_digest_changes_with_the_code(site: Path, fake_dist: Write) -> None:
-    from rabbet.registry.composition import _source_hash
+    from rabbet.registry.composition import source_hash
 
     package = fake_dist()
     decision = select(scan(site), "attention", name="acme_flash", query=QUERY)
     first = compose([decision]).digest
     source = site / package / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")
-    _source_hash.cache_clear()
+    source_hash.cache_clear()
     assert compose([decision]).digest != first
 
 

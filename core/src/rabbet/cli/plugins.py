@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -103,6 +104,46 @@ def doctor(
         _table(rows, ("kind", "name", "distribution", "ok", "detail"))
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
+
+
+_File = Annotated[str, typer.Argument(help="Lock file")]
+
+
+@app.command(context_settings=_RAW)
+def lock(context: typer.Context, file: _File = "rabbet.lock", as_json: _Json = False) -> None:
+    """Write which plugins are installed: versions, hashes, contracts; rabbet serve --plugins-locked FILE checks it."""
+    state = _state(context, file)
+    text = json.dumps(state, indent=2) + "\n"
+    Path(file).write_text(text, encoding="utf-8")
+    count = len(state["distributions"])
+    typer.echo(text if as_json else f"{file}: {count} distributions", nl=not as_json)
+
+
+@app.command(context_settings=_RAW)
+def verify(context: typer.Context, file: _File = "rabbet.lock", as_json: _Json = False) -> None:
+    """Compare what is installed with a lock file; print each difference and end with status 1 if there is one."""
+    from rabbet.registry.lock import differences, read_lock
+
+    rows = differences(read_lock(Path(file)), _state(context, file))
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif rows:
+        _table(rows, ("place", "locked", "here"))
+    else:
+        typer.echo(f"{file}: no difference")
+    if rows:
+        raise typer.Exit(1)
+
+
+def _state(context: typer.Context, file: str) -> dict[str, Any]:
+    """What is installed, whatever the policy; one-file plugins are those of the options."""
+    from rabbet.config.load import parse_configs
+    from rabbet.registry.discover import discover
+    from rabbet.registry.lock import locked_state
+
+    if file.startswith("-"):
+        raise typer.BadParameter(f"{file} stands where the lock file belongs: rabbet plugins lock FILE [OPTIONS]")
+    return locked_state(discover().entries, parse_configs(context.args)[0].plugins.files)
 
 
 def _catalog(options: list[str]) -> Catalog:

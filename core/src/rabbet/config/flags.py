@@ -23,6 +23,8 @@ ALIASES = {
     "plugins-deny": "plugins.deny",
     "plugins-strict": "plugins.strict",
     "plugins-auto": "plugins.auto",
+    "plugins-locked": "plugins.locked",
+    "check-plugins": "plugins.check",
     "plugin-prefer": "plugins.prefer",
     "plugin-override": "plugins.override",
     "plugin": "plugins.files",

@@ -29,7 +29,7 @@ __all__ = ["engine_config_from_kwargs", "is_debug", "parse_configs"]
 
 logger = logging.getLogger(__name__)
 _PREFIX = "RABBET_"
-_NOT_OPTIONS = {"RABBET_CHECK_PLUGINS", "RABBET_TEST_VENV", "RABBET_VENV"}
+_NOT_OPTIONS = {"RABBET_TEST_VENV", "RABBET_VENV"}
 _TRUE = ("1", "true", "yes", "on")
 
 

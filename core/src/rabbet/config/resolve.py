@@ -54,6 +54,8 @@ def policy_of(config: EngineConfig) -> PluginPolicy:
         is_strict=plugins.strict,
         auto=plugins.auto,
         files=tuple(plugins.files),
+        locked=plugins.locked,
+        is_checked=plugins.check,
     )
 
 

@@ -11,6 +11,7 @@ from rabbet.contracts.registration import Registration, normalise_name, registra
 from rabbet.errors import DuplicatePluginError, PluginPolicyError, UnknownPluginError
 from rabbet.registry.discover import discover
 from rabbet.registry.entry import Entry, State
+from rabbet.registry.lock import require_locked
 from rabbet.registry.names import nearest
 from rabbet.registry.onefile import stage_file
 from rabbet.registry.policy import PluginPolicy, canonical_distribution
@@ -35,12 +36,14 @@ class Catalog:
         """Read what is installed; import nothing but the one-file plugins that the policy names.
 
         Raises:
-            PluginPolicyError: If a rule matches nothing.
+            PluginPolicyError: If a rule matches nothing, or what is installed is not what was locked.
         """
         policy = policy or PluginPolicy()
+        found = discover(path)
+        if policy.locked:
+            require_locked(Path(policy.locked), found.entries, policy.files)
         for file in policy.files:
             stage_file(Path(file))
-        found = discover(path)
         entries = [*found.entries, *_staged(found.entries)]
         policy.check((entry.kind, entry.name, entry.distribution) for entry in entries)
         for rules, option in ((policy.prefer, "--plugin-prefer"), (policy.override, "--plugin-override")):
@@ -163,4 +166,5 @@ def _staged(known: Sequence[Entry]) -> list[Entry]:
 
 def _judge(entry: Entry, policy: PluginPolicy) -> Entry:
     reason = policy.denies(entry.kind, entry.name, entry.distribution, is_bundled=entry.is_bundled)
+    entry = replace(entry, is_checked=True) if policy.is_checked else entry
     return entry if reason is None else replace(entry, state=State.DENIED, reason=reason)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.errors import CompositionMismatchError, PluginError, PluginLoadError, PluginPolicyError
+from rabbet.registry.checked import checked
 from rabbet.registry.decision import Decision
 from rabbet.registry.loader import resolve_watched, verify_class
 from rabbet.registry.onefile import stage_file
 from rabbet.registry.tamper import evidence, watch
 
-__all__ = ["Composition", "compose"]
+__all__ = ["Composition", "compose", "source_hash"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,8 @@ class Composition:
         if decision.file:
             stage_file(Path(decision.file))
         try:
-            return verify_class(kind, decision.name, resolve_watched(decision.label, decision.value))
+            target = verify_class(kind, decision.name, resolve_watched(decision.label, decision.value))
+            return checked(kind, target) if decision.is_checked else target
         except PluginError:
             raise
         except (Exception, SystemExit) as error:  # a plugin's import may raise anything
@@ -123,11 +125,11 @@ def _part(decision: Decision) -> tuple[str, str, str, str]:
     except PackageNotFoundError:
         installed = ""
     label = f"{decision.kind}/{decision.name}"
-    return (label, decision.distribution, installed, _source_hash(decision.value, decision.file))
+    return (label, decision.distribution, installed, source_hash(decision.value, decision.file))
 
 
 @cache
-def _source_hash(value: str, file: str) -> str:
+def source_hash(value: str, file: str) -> str:
     """sha256 of the Python files of the class's package (or of its one file); empty for classes without a file."""
     if file:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -42,6 +42,7 @@ class Decision:
         asked_by: The option or fact that chose, or ``auto``.
         rejected: The others.
         file: Path of a one-file plugin, or an empty string.
+        is_checked: Each call goes through the installed checkers.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Decision:
     asked_by: str = "auto"
     rejected: tuple[Rejection, ...] = ()
     file: str = ""
+    is_checked: bool = False
 
     @property
     def label(self) -> str:

@@ -51,6 +51,7 @@ class Entry:
         is_bundled: The distribution is one of the project's own.
         record: For staged classes: the decorator's record.
         file: For one-file plugins.
+        is_checked: Each call goes through the installed checkers.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Entry:
     is_bundled: bool = False
     record: Registration | None = None
     file: Path | None = None
+    is_checked: bool = False
 
     @property
     def priority(self) -> int:

@@ -15,6 +15,7 @@ from rabbet.contracts.kinds import KINDS
 from rabbet.contracts.registration import registrations_of
 from rabbet.errors import PluginError, PluginLoadError, RabbetError
 from rabbet.registry._load import load_entry_point
+from rabbet.registry.checked import checked
 from rabbet.registry.entry import Entry
 from rabbet.registry.tamper import watch
 
@@ -30,6 +31,11 @@ def load_entry(entry: Entry) -> type[Any]:
     Raises:
         PluginLoadError: Naming owner, version, entry point and cause. The same one each time.
     """
+    target = _class_of(entry)
+    return checked(entry.kind, target) if entry.is_checked else target
+
+
+def _class_of(entry: Entry) -> type[Any]:
     if entry.record is not None:
         return verify_class(entry.kind, entry.name, entry.record.target)
     key = (entry.kind, entry.distribution, entry.value)

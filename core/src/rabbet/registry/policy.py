@@ -30,6 +30,8 @@ class PluginPolicy:
         is_strict: A plugin that "auto" had to pass over is an error.
         auto: ``bundled``: "auto" takes only the project's own; ``any``: everybody's.
         files: One-file plugins to load, by path.
+        locked: A lock file that what is installed has to equal; empty for none.
+        is_checked: Each call of a plugin goes through the installed checkers.
     """
 
     allow: tuple[str, ...] = ()
@@ -40,6 +42,8 @@ class PluginPolicy:
     is_strict: bool = False
     auto: str = "bundled"
     files: tuple[str, ...] = ()
+    locked: str = ""
+    is_checked: bool = False
 
     def denies(self, kind: str, name: str, distribution: str, *, is_bundled: bool) -> str | None:
         """The rule that hides a contribution, or None."""

@@ -184,4 +184,5 @@ def _decision(entry: Entry, scope: str, asked_by: str, rejected: tuple[Rejection
         asked_by=asked_by,
         rejected=rejected,
         file=str(entry.file or ""),
+        is_checked=entry.is_checked,
     )
