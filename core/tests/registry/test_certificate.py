@@ -9,12 +9,14 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rabbet.errors import PluginRefusedError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.certificate import (
     manifest_digest,
@@ -23,7 +25,10 @@ from rabbet.registry.certificate import (
     wheel_digest,
     wheel_digest_of,
 )
+from rabbet.registry.describe import list_plugins, plugin_info
 from rabbet.registry.entry import Entry
+from rabbet.registry.policy import PluginPolicy
+from rabbet.registry.select import select
 
 Write = Callable[..., str]
 COUNTS = {
@@ -172,3 +177,34 @@ def test_manifest_digest_is_of_its_bytes(installed: tuple[Path, Entry]) -> None:
     assert entry.entry_point is not None and entry.entry_point.dist is not None
     expected = hashlib.sha256((folder / "rabbet.toml").read_bytes()).hexdigest()
     assert manifest_digest(entry.entry_point.dist) == expected
+
+
+@dataclass(frozen=True)
+class Query:
+    arch: str = "avx512"
+    device_type: str = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_taken"),
+    [({}, True), ({"arch": "sm_90"}, False), ({"contract": "0.9"}, False), ({"counts": COUNTS | {"timeout": 1}}, False)],
+)
+def test_auto_takes_an_outsider_that_is_certified_for_this_architecture(
+    installed: tuple[Path, Entry], site: Path, tmp_path: Path, changes: dict[str, Any], is_taken: bool
+) -> None:
+    put(tmp_path / "attention-acme_flash.json", certificate(installed[1], **changes))
+    catalog = Catalog.scan(PluginPolicy(certificates=str(tmp_path)), path=[str(site)])
+    if is_taken:
+        assert select(catalog, "attention", name=None, query=Query()).name == "acme_flash"
+        return
+    with pytest.raises(PluginRefusedError, match="certified ones, and .*--plugins-auto any"):
+        select(catalog, "attention", name=None, query=Query())
+
+
+def test_rows_show_the_badge(installed: tuple[Path, Entry], site: Path, tmp_path: Path) -> None:
+    put(tmp_path / "attention-acme_flash.json", certificate(installed[1], wheel_digest="0"))
+    catalog = Catalog.scan(PluginPolicy(certificates=str(tmp_path)), path=[str(site)])
+    (row,) = list_plugins(catalog, "attention")
+    assert row["certificate"] == "stale: attention 1.0 · avx512 · 812 pass, 0 fail, 41 unclaimed"
+    (info,) = plugin_info(catalog, "acme-flash")
+    assert "another wheel" in info["certificate_reason"]

@@ -37,7 +37,7 @@ def list_(context: typer.Context, kind: _Kind = None, as_json: _Json = False) ->
     if as_json:
         typer.echo(json.dumps({"plugins": rows, "problems": list(catalog.problems)}, indent=2))
         return
-    _table(rows, ("kind", "name", "distribution", "version", "contract", "priority", "state", "reason"))
+    _table(rows, ("kind", "name", "distribution", "version", "contract", "priority", "state", "certificate", "reason"))
     for problem in catalog.problems:
         typer.echo(f"problem: {problem}")
 

@@ -23,6 +23,7 @@ ALIASES = {
     "plugins-deny": "plugins.deny",
     "plugins-strict": "plugins.strict",
     "plugins-auto": "plugins.auto",
+    "certificates": "plugins.certificates",
     "plugins-locked": "plugins.locked",
     "check-plugins": "plugins.check",
     "plugin-prefer": "plugins.prefer",

@@ -55,6 +55,7 @@ def policy_of(config: EngineConfig) -> PluginPolicy:
         auto=plugins.auto,
         files=tuple(plugins.files),
         locked=plugins.locked,
+        certificates=plugins.certificates,
         is_checked=plugins.check,
     )
 

@@ -241,6 +241,7 @@ class PluginsConfig:
     strict: bool = _option(False, "A plugin that auto would pass over as broken or refused is an error")
     auto: Literal["bundled", "any"] = _option("bundled", "Whose plugins auto may take")
     files: list[str] = _listed("One-file plugins, by path")
+    certificates: str = _option("~/.config/rabbet/certificates", "Directory of certificates, named KIND-NAME.json")
     locked: str = _option("", "Lock file; refuse to start if other plugins are installed than it says")
     check: bool = _option(False, "Check each call of a plugin; slow, for authors, needs rabbet-sdk")
 

@@ -236,7 +236,7 @@ def _parse(document: Any, path: Path) -> Certificate:
     for key in _TEXTS:
         if not isinstance(document.get(key), str):
             return Certificate(source=path, problem=f"its field {key!r} must be text, not {document.get(key)!r}")
-    counts = document.get("counts")
+    counts: Any = document.get("counts")
     for outcome in _OUTCOMES:
         value = counts.get(outcome) if isinstance(counts, dict) else None
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from rabbet.contracts.kinds import KINDS
 from rabbet.errors import PluginError, UnknownPluginError
 from rabbet.registry.catalog import Catalog
+from rabbet.registry.certificate import proof_of
 from rabbet.registry.entry import Entry, State
 from rabbet.registry.names import nearest
 from rabbet.registry.select import claim_refusals, select
@@ -35,7 +37,7 @@ print(json.dumps({"seconds": time.monotonic() - started,
 
 def list_plugins(catalog: Catalog, kind: str | None = None) -> list[dict[str, Any]]:
     """One row a contribution, by kind and rank."""
-    return [_row(entry) for name in KINDS if kind in (None, name) for entry in catalog.of_kind(name)]
+    return [_row(catalog, entry) for name in KINDS if kind in (None, name) for entry in catalog.of_kind(name)]
 
 
 def plugin_info(catalog: Catalog, name: str) -> list[dict[str, Any]]:
@@ -56,7 +58,7 @@ def plugin_info(catalog: Catalog, name: str) -> list[dict[str, Any]]:
         provided = entry.provided
         claims = {key: list(value) for key, value in provided.claims.items()} if provided else {}
         rows.append(
-            _row(entry)
+            _row(catalog, entry)
             | {
                 "entry_point": entry.value,
                 "chosen_by": KINDS[entry.kind].chosen_by,
@@ -90,7 +92,7 @@ def doctor(catalog: Catalog, name: str | None = None) -> list[dict[str, Any]]:
     for entry in catalog.entries:
         if entry.entry_point is None or (name is not None and entry.name != name.casefold().replace("-", "_")):
             continue
-        rows.append(_row(entry) | _examine(entry))
+        rows.append(_row(catalog, entry) | _examine(entry))
     if name is not None and not rows:
         plugin_info(catalog, name)
     return rows
@@ -119,7 +121,8 @@ def _examine(entry: Entry) -> dict[str, Any]:
     return {"ok": True, "detail": detail + (f", imports {', '.join(heavy)}" if heavy else ""), **facts}
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(catalog: Catalog, entry: Entry) -> dict[str, Any]:
+    proof = proof_of(entry, directory=Path(catalog.policy.certificates))
     return {
         "kind": entry.kind,
         "name": entry.name,
@@ -130,4 +133,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "state": entry.state.value,
         "reason": entry.reason,
         "bundled": entry.is_bundled,
+        "certificate": proof.badge,
+        "certificate_state": proof.state,
+        "certificate_reason": proof.reason,
     }

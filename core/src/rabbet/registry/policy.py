@@ -28,9 +28,10 @@ class PluginPolicy:
         prefer: ``kind/name`` to the distribution that wins where two provide the name.
         override: ``kind/name`` to the distribution whose declared replacement takes effect.
         is_strict: A plugin that "auto" had to pass over is an error.
-        auto: ``bundled``: "auto" takes only the project's own; ``any``: everybody's.
+        auto: ``bundled``: "auto" takes only the project's own and certified ones; ``any``: everybody's.
         files: One-file plugins to load, by path.
         locked: A lock file that what is installed has to equal; empty for none.
+        certificates: Directory of the operator's certificates.
         is_checked: Each call of a plugin goes through the installed checkers.
     """
 
@@ -43,6 +44,7 @@ class PluginPolicy:
     auto: str = "bundled"
     files: tuple[str, ...] = ()
     locked: str = ""
+    certificates: str = "~/.config/rabbet/certificates"
     is_checked: bool = False
 
     def denies(self, kind: str, name: str, distribution: str, *, is_bundled: bool) -> str | None:

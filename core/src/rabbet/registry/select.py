@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rabbet.contracts.kinds import KINDS
@@ -17,6 +18,7 @@ from rabbet.errors import (
     UnknownPluginError,
 )
 from rabbet.registry.catalog import Catalog
+from rabbet.registry.certificate import proof_of
 from rabbet.registry.decision import Decision, Rejection
 from rabbet.registry.entry import Entry, State
 from rabbet.registry.loader import ask, load_entry
@@ -113,7 +115,12 @@ def _try(catalog: Catalog, entry: Entry, query: Any) -> tuple[State, tuple[str, 
     if entry.state is not State.COMPATIBLE:
         return entry.state, (entry.reason,)
     if not entry.is_bundled and catalog.policy.auto != "any":
-        return State.DENIED, ("auto takes bundled plugins only; name it, or pass --plugins-auto any",)
+        # Where the query knows of architectures, a certificate of another one proves nothing.
+        arch = getattr(query, "arch", None)
+        proof = proof_of(entry, arch=arch, directory=Path(catalog.policy.certificates))
+        if proof.state != "certified":
+            text = f"auto takes bundled plugins only, or certified ones, and {proof.reason}"
+            return State.DENIED, (f"{text}; name it, or pass --plugins-auto any",)
     refusals = claim_refusals(entry, query)
     if refusals:
         return State.REFUSED, tuple(f"manifest: {item}" for item in refusals)
