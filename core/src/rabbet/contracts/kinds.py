@@ -21,6 +21,8 @@ class Kind:
         base: ``module:Class`` of the contract; imported only when something of the kind is loaded.
         chosen_by: The option or fact that chooses, for messages.
         verbatim: Names are compared exactly (architectures) and not case-folded.
+        previous: Versions of the major before that are still served, newest first, through ``adapter``.
+        adapter: ``module:function`` that makes a class of this contract of one of a previous version.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Kind:
     chosen_by: str
     version: str = "1.0"
     verbatim: bool = False
+    previous: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 _ALL = (
@@ -94,6 +98,9 @@ _ALL = (
         group="rabbet.logits_processor",
         base="rabbet.contracts.logits_processor:LogitsProcessor",
         chosen_by="--logits-processors",
+        version="2.0",
+        previous=("1.0",),
+        adapter="rabbet.contracts.adapters.logits_processor_1:adapt",
     ),
     Kind(name="pooler", group="rabbet.pooler", base="rabbet.contracts.pooler:Pooler", chosen_by="the task"),
     Kind(

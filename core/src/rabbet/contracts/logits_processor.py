@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rabbet.types.sampling import SamplingParams
 
-__all__ = ["LogitsProcessor", "LogitsProcessorContext"]
+__all__ = ["LogitsBatch", "LogitsProcessor", "LogitsProcessorContext"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,21 @@ class LogitsProcessorContext:
     max_num_requests: int
     vocab_size: int
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitsBatch:
+    """The rows of one step. Valid during the call.
+
+    Attributes:
+        logits_BV: float32 [B, V].
+        slots: Slot of each row. One stands several times where drafts are verified.
+        output_token_ids: For each row the tokens generated before it, drafts included; not to be changed.
+    """
+
+    logits_BV: torch.Tensor
+    slots: Sequence[int]
+    output_token_ids: Sequence[Sequence[int]]
 
 
 class LogitsProcessor(ABC):
@@ -55,7 +70,5 @@ class LogitsProcessor(ABC):
         """The request of a slot is gone."""
 
     @abstractmethod
-    def apply(
-        self, logits_BV: torch.Tensor, slots: Sequence[int], output_token_ids: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Change ``logits_BV`` (float32) in place or return another tensor; row b belongs to ``slots[b]``."""
+    def apply(self, batch: LogitsBatch) -> torch.Tensor:
+        """Change ``batch.logits_BV`` in place and return it, or return another tensor of its shape and type."""

@@ -59,7 +59,9 @@ class Composition:
         if decision.file:
             stage_file(Path(decision.file))
         try:
-            target = verify_class(kind, decision.name, resolve_watched(decision.label, decision.value))
+            target = verify_class(
+                kind, decision.name, resolve_watched(decision.label, decision.value), decision.contract
+            )
             return checked(kind, target) if decision.is_checked else target
         except PluginError:
             raise

@@ -37,7 +37,7 @@ class Decision:
         value: ``module:qualname`` of the class.
         distribution: Owner.
         version: Owner's version.
-        contract: Contract version of this core.
+        contract: Contract version under which it is used; one of the major before goes through an adapter.
         priority: Rank of the chosen one.
         asked_by: The option or fact that chose, or ``auto``.
         rejected: The others.

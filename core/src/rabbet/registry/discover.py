@@ -21,6 +21,7 @@ from rabbet.contracts.registration import normalise_name
 from rabbet.registry.entry import Entry, State
 from rabbet.registry.manifest import Manifest, Native, parse_manifest
 from rabbet.registry.policy import canonical_distribution
+from rabbet.registry.versions import contract_problem
 
 __all__ = ["BUNDLED_AUTHOR", "Found", "discover"]
 
@@ -91,7 +92,7 @@ def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | N
     if provided is None:
         state = State.UNDECLARED
         reason = "its manifest has no such table" if manifest else "the distribution has no manifest"
-    elif (problem := _contract_problem(kind, provided.contract)) or (
+    elif (problem := contract_problem(kind, provided.contract)) or (
         provided.native is not None and (problem := _native_problem(provided.native))
     ):
         state, reason = State.INCOMPATIBLE, problem
@@ -149,18 +150,6 @@ def _without_entry_point(manifest: Manifest | None, entries: Sequence[Entry], na
         for item in manifest.provides
         if (item.kind, item.name) not in have
     ]
-
-
-def _contract_problem(kind: str, declared: str) -> str:
-    """Why the declared contract range does not hold here, or an empty string."""
-    version = KINDS[kind].version
-    try:
-        specifier = SpecifierSet(declared)
-    except InvalidSpecifier:
-        return f"its contract range {declared!r} is no version range"
-    if Version(version) in specifier:
-        return ""
-    return f"written for contract {kind} {declared}; this core speaks {version}"
 
 
 def _native_problem(native: Native) -> str:

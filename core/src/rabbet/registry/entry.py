@@ -7,8 +7,10 @@ from enum import Enum
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+from rabbet.contracts.kinds import KINDS
 from rabbet.contracts.registration import Registration
 from rabbet.registry.manifest import Provided
+from rabbet.registry.versions import spoken
 
 __all__ = ["Entry", "State"]
 
@@ -73,6 +75,13 @@ class Entry:
         """Rank for "auto": bundled 50 to 99, outsiders at most 49."""
         value = self.provided.priority if self.provided else 0
         return value if self.is_bundled else min(value, 49)
+
+    @property
+    def contract(self) -> str:
+        """The contract version under which it is used."""
+        declared = self.provided.contract if self.provided else None
+        given = self.record.contract if self.record else KINDS[self.kind].version
+        return (spoken(self.kind, declared) if declared else None) or given
 
     @property
     def label(self) -> str:

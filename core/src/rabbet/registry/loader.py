@@ -18,6 +18,7 @@ from rabbet.registry._load import load_entry_point
 from rabbet.registry.checked import checked
 from rabbet.registry.entry import Entry
 from rabbet.registry.tamper import watch
+from rabbet.registry.versions import through_adapter
 
 __all__ = ["ask", "load_entry", "resolve_value", "resolve_watched", "verify_class"]
 
@@ -37,7 +38,7 @@ def load_entry(entry: Entry) -> type[Any]:
 
 def _class_of(entry: Entry) -> type[Any]:
     if entry.record is not None:
-        return verify_class(entry.kind, entry.name, entry.record.target)
+        return verify_class(entry.kind, entry.name, entry.record.target, entry.contract)
     key = (entry.kind, entry.distribution, entry.value)
     if key not in _results:
         _results[key] = _load(entry)
@@ -56,7 +57,7 @@ def _load(entry: Entry) -> type | PluginError:
             target = (
                 load_entry_point(entry.entry_point) if entry.entry_point is not None else resolve_value(entry.value)
             )
-        return verify_class(entry.kind, entry.name, target)
+        return verify_class(entry.kind, entry.name, target, entry.contract)
     except PluginError as error:
         return error
     except (Exception, SystemExit) as error:  # a plugin's import may raise anything
@@ -106,8 +107,8 @@ def resolve_watched(owner: str, value: str) -> Any:
         return resolve_value(value)
 
 
-def verify_class(kind: str, name: str, target: Any) -> type[Any]:
-    """Check base class, decorator, missing methods and call shapes.
+def verify_class(kind: str, name: str, target: Any, contract: str = "") -> type[Any]:
+    """Check base class, decorator, missing methods and call shapes; a class of an earlier ``contract`` is adapted first.
 
     Raises:
         PluginLoadError: Saying what the class lacks and in which contract it stands.
@@ -124,6 +125,8 @@ def verify_class(kind: str, name: str, target: Any) -> type[Any]:
         raise fail(f"does not derive from {KINDS[kind].base.replace(':', '.')}")
     if not any(record.kind == kind for record in registrations_of(target)):
         raise fail("lacks the decorator of its kind (rabbet.contracts.register_...), or another class carries it")
+    if contract in KINDS[kind].previous:
+        target = through_adapter(kind, contract, target)
     missing = sorted(getattr(target, "__abstractmethods__", ()))
     if missing:
         raise fail(f"lacks {', '.join(missing)}, which the contract {kind} {KINDS[kind].version} asks for")

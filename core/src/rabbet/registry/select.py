@@ -159,7 +159,7 @@ def _require_selectable(entry: Entry) -> None:
         raise PluginPolicyError(f"{label} is {entry.reason}", kind=entry.kind, name=entry.name)
     if entry.state is State.INCOMPATIBLE:
         raise IncompatiblePluginError(
-            f"{label} cannot be used: {entry.reason}; upgrade the plugin or the core", kind=entry.kind, name=entry.name
+            f"{entry.label} offers {entry.kind} {entry.name!r} {entry.reason}", kind=entry.kind, name=entry.name
         )
 
 
@@ -186,7 +186,7 @@ def _decision(entry: Entry, scope: str, asked_by: str, rejected: tuple[Rejection
         value=entry.value,
         distribution=entry.distribution,
         version=entry.version,
-        contract=KINDS[entry.kind].version,
+        contract=entry.contract,
         priority=entry.priority,
         asked_by=asked_by,
         rejected=rejected,
