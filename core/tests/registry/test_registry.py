@@ -395,7 +395,7 @@ def test_info_explain_and_doctor_tell_what_is_known(
     assert plugin_info(catalog, "attention/good")[0]["chosen_by"] == "--attention-backend"
     with pytest.raises(UnknownPluginError, match="did you mean good"):
         plugin_info(catalog, "goood")
-    assert "good 1.0" in explain(catalog, "attention", QUERY, name="good")[0]
+    assert "good 1.0" in explain(catalog, "attention", QUERY, name="good")[0][0]
     with pytest.raises(UnknownPluginError, match="did you mean attention"):
         explain(catalog, "atention")
     (bad,) = doctor(catalog, "bad")

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def add_plugin_commands(app: typer.Typer) -> None:
-    """Ask hook plugins for commands. One that carries the name of a command that is there is left out.
+    """Ask hook plugins for commands. One that carries the name of a command that is there is left out; a group of a
+    name that is there adds its new commands to that group.
 
     A wrong environment is told in a warning: help is what one asks for when something is wrong.
     """
@@ -38,13 +39,17 @@ def add_plugin_commands(app: typer.Typer) -> None:
 
 
 def merge_commands(app: typer.Typer, added: typer.Typer) -> None:
-    """Take over the commands and groups of ``added`` whose names are free."""
+    """Take over the commands and groups of ``added`` whose names are free; a group that is there gains new commands."""
     taken = set(_names(app))
     for command in added.registered_commands:
         if _is_free(_command_name(command), taken):
             app.registered_commands.append(command)
+    groups = {str(group.name): group.typer_instance for group in app.registered_groups}
     for group in added.registered_groups:
-        if _is_free(str(group.name), taken):
+        own = groups.get(str(group.name))
+        if own is not None and group.typer_instance is not None:
+            merge_commands(own, group.typer_instance)
+        elif _is_free(str(group.name), taken):
             app.registered_groups.append(group)
 
 

@@ -62,29 +62,56 @@ def why(
     context: typer.Context,
     kind: str,
     name: Annotated[str | None, typer.Option("--name", help="Explain an explicit choice")] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Explain the choice for this model, on this machine")
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Explain the choice for this model")] = None,
+    device: Annotated[str, typer.Option("--device", help="For a machine with this device: cpu, cuda, sm_90")] = "",
+    arch: Annotated[str, typer.Option("--arch", help="For a machine of this architecture")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="For this dtype")] = "",
+    *,
+    as_json: _Json = False,
 ) -> None:
-    """Explain what would be chosen for KIND and what would be passed over; takes the options of rabbet serve too."""
-    from rabbet.registry.describe import explain
+    """Explain what would be chosen for KIND and what would be passed over; takes the options of rabbet serve too.
 
-    if model is None:
-        for line in explain(_catalog(context.args), kind, name=name):
-            typer.echo(line)
-        return
-    from rabbet.config.load import parse_configs
-    from rabbet.config.resolve import resolve
+    With --device or --arch the answer is for that machine, from manifests alone; nothing is imported.
+    """
     from rabbet.contracts.kinds import KINDS
+    from rabbet.registry.describe import explain, machine, reasons
 
-    if kind not in KINDS:
-        # Names the kinds.
-        explain(_catalog(context.args), kind)
-    engine, _ = parse_configs(["--model", model, *context.args])
-    decision = resolve(engine, is_server=True).composition.get(kind)
-    lines = decision.lines() if decision else (f"{kind}: not needed for {model}",)
-    for line in lines:
-        typer.echo(line)
+    is_elsewhere = bool(device or arch)
+    if model is None or is_elsewhere or kind not in KINDS:
+        query = machine(device, arch, dtype)
+        if model is not None and is_elsewhere:
+            name = name or _read_config(model, kind, query)
+        lines, data = explain(
+            _catalog(context.args), kind, query if is_elsewhere else None, name=name, is_elsewhere=is_elsewhere
+        )
+    else:
+        from rabbet.config.load import parse_configs
+        from rabbet.config.resolve import resolve
+
+        options = [*(["--dtype", dtype] if dtype else []), *context.args]
+        engine, _ = parse_configs(["--model", model, *options])
+        decision = resolve(engine, is_server=True).composition.get(kind)
+        lines = list(decision.lines()) if decision else [f"{kind}: not needed for {model}"]
+        data = reasons(decision) if decision else {"kind": kind, "name": None, "rejected": []}
+    typer.echo(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+
+
+def _read_config(model: str, kind: str, query: Any) -> str | None:
+    """Add what config.json says to the query; returns the name that it asks for, if it names one of this kind."""
+    path = Path(model).expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        query.dtype = query.dtype or text.get("dtype") or text.get("torch_dtype") or ""
+        if (heads := text.get("num_attention_heads")) and (size := text.get("hidden_size")):
+            query.head_dim = text.get("head_dim") or size // heads
+        names = {
+            "model": (config.get("architectures") or [None])[0],
+            "quantization": (config.get("quantization_config") or {}).get("quant_method"),
+        }
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise typer.BadParameter(f"--model {model}: {path} cannot be read: {error}") from error
+    return names.get(kind)
 
 
 @app.command(context_settings=_RAW)
@@ -92,16 +119,26 @@ def doctor(
     context: typer.Context, name: Annotated[str | None, typer.Argument()] = None, as_json: _Json = False
 ) -> None:
     """Import each plugin in a process of its own; report time, memory, heavy modules and failures."""
+    import sys
+
     from rabbet.registry.describe import doctor as examine
+    from rabbet.registry.describe import shadowed
 
     if name is not None and name.startswith("-"):
         context.args.insert(0, name)
         name = None
-    rows = examine(_catalog(context.args), name)
+
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            typer.echo(text, err=True)
+
+    rows, doubles = examine(_catalog(context.args), name, progress), shadowed()
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        _table(rows, ("kind", "name", "distribution", "ok", "detail"))
+        _table(rows, ("kind", "name", "distribution", "result", "detail"))
+        for problem in doubles:
+            typer.echo(f"problem: {problem}")
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
 

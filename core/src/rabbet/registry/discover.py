@@ -23,7 +23,7 @@ from rabbet.registry.manifest import Manifest, Native, parse_manifest
 from rabbet.registry.policy import canonical_distribution
 from rabbet.registry.versions import contract_problem
 
-__all__ = ["BUNDLED_AUTHOR", "Found", "discover"]
+__all__ = ["BUNDLED_AUTHOR", "Found", "discover", "installed_distributions"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def discover(path: Sequence[str] | None = None) -> Found:
     entries: list[Entry] = []
     problems: list[str] = []
     seen: set[tuple[str, str, str, str]] = set()
-    for distribution in _distributions(path):
+    for distribution in installed_distributions(path):
         points = [
             point for point in distribution.entry_points if point.group in _GROUPS or point.group == MANIFEST_GROUP
         ]
@@ -78,7 +78,8 @@ def discover(path: Sequence[str] | None = None) -> Found:
     return Found(entries=tuple(entries), problems=tuple(problems))
 
 
-def _distributions(path: Sequence[str] | None) -> Iterable[Distribution]:
+def installed_distributions(path: Sequence[str] | None = None) -> Iterable[Distribution]:
+    """What is on the path, doubles included."""
     if path is None:
         return distributions()
     return MetadataPathFinder.find_distributions(DistributionFinder.Context(path=list(path)))

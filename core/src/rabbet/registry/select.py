@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from rabbet.registry.decision import Decision, Rejection
 from rabbet.registry.entry import Entry, State
 from rabbet.registry.loader import ask, load_entry
 
-__all__ = ["claim_refusals", "pass_over", "select"]
+__all__ = ["claim_refusals", "foresee", "pass_over", "select"]
 
 logger = logging.getLogger(__name__)
+_Judge = Callable[[Catalog, Entry, Any], tuple[State, tuple[str, ...]]]
 
 
 def select(
@@ -64,14 +66,38 @@ def select(
     return _auto(catalog, kind, query, scope, preferences)
 
 
-def _auto(catalog: Catalog, kind: str, query: Any, scope: str, preferences: Sequence[str]) -> Decision:
+def foresee(catalog: Catalog, kind: str, *, name: str | None = None, query: Any = None) -> Decision:
+    """What would be chosen on a machine that is not this one, as far as manifests tell; imports no plugin.
+
+    Args:
+        catalog: What is there.
+        kind: Kind of plugin.
+        name: An explicit choice, or None for "auto".
+        query: Any object; what it has of ``device_type``, ``arch``, ``dtype`` and ``head_dim`` is compared with claims.
+
+    Raises:
+        PluginError: As ``select``.
+    """
+    if name is None:
+        return replace(_auto(catalog, kind, query, "target", (), _by_manifest), asked_by="auto, by manifests alone")
+    entry = catalog.find(kind, name)
+    _require_selectable(entry)
+    asked_by = f"{KINDS[kind].chosen_by}, by manifests alone"
+    if refusals := claim_refusals(entry, query):
+        raise PluginRefusedError(_refused(kind, entry, refusals, ""), kind=kind, name=entry.name, refusals=refusals)
+    return _decision(entry, "target", asked_by, ())
+
+
+def _auto(
+    catalog: Catalog, kind: str, query: Any, scope: str, preferences: Sequence[str], judge: _Judge | None = None
+) -> Decision:
     rejected: list[Rejection] = []
     chosen: Entry | None = None
     for entry in _ordered(catalog, kind, preferences):
         if chosen is not None:
             rejected.append(_rejection(entry, State.NOT_NEEDED))
             continue
-        state, reasons = _try(catalog, entry, query)
+        state, reasons = (judge or _try)(catalog, entry, query)
         if state is State.CHOSEN:
             chosen = entry
             continue
@@ -112,6 +138,20 @@ def _ordered(catalog: Catalog, kind: str, preferences: Sequence[str]) -> list[En
 
 def _try(catalog: Catalog, entry: Entry, query: Any) -> tuple[State, tuple[str, ...]]:
     """How far "auto" gets with one candidate, cheapest checks first."""
+    state, reasons = _by_manifest(catalog, entry, query)
+    if state is not State.CHOSEN:
+        return state, reasons
+    try:
+        refusals = _refusals(entry, query)
+    except PluginError as error:
+        return State.BROKEN, (str(error),)
+    if refusals:
+        return State.REFUSED, tuple(str(item) for item in refusals)
+    return State.CHOSEN, ()
+
+
+def _by_manifest(catalog: Catalog, entry: Entry, query: Any) -> tuple[State, tuple[str, ...]]:
+    """The part of it that imports nothing."""
     if entry.state is not State.COMPATIBLE:
         return entry.state, (entry.reason,)
     if not entry.is_bundled and catalog.policy.auto != "any":
@@ -124,12 +164,6 @@ def _try(catalog: Catalog, entry: Entry, query: Any) -> tuple[State, tuple[str, 
     refusals = claim_refusals(entry, query)
     if refusals:
         return State.REFUSED, tuple(f"manifest: {item}" for item in refusals)
-    try:
-        refusals = _refusals(entry, query)
-    except PluginError as error:
-        return State.BROKEN, (str(error),)
-    if refusals:
-        return State.REFUSED, tuple(str(item) for item in refusals)
     return State.CHOSEN, ()
 
 
