@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Write docs/catalogue.md: what each distribution of this repository provides, from the manifests.
+
+python scripts/catalog.py          write the page
+python scripts/catalog.py --check  fail if it is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rabbet.registry.manifest import Provided, parse_manifest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "catalogue.md"
+HEAD = """# Catalogue
+
+<!-- Written by scripts/catalog.py from the manifests; change those. -->
+
+What the distributions of this repository provide. `rabbet plugins list` shows what is installed, `rabbet plugins info
+NAME` the claims of one; the contracts are described in [contracts](contracts/README.md).
+"""
+
+
+def manifests() -> list[tuple[dict[str, Any], tuple[Provided, ...]]]:
+    """The project table and the contributions of each distribution, core first.
+
+    Raises:
+        SystemExit: If a manifest has a problem.
+    """
+    found = []
+    for folder in (ROOT / "core", *sorted((ROOT / "plugins").iterdir())):
+        for file in sorted(folder.glob("src/*/rabbet.toml")):
+            project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            manifest = parse_manifest(file.read_text(encoding="utf-8"))
+            if manifest.problems:
+                raise SystemExit(f"{file.relative_to(ROOT)}: {'; '.join(manifest.problems)}")
+            found.append((project, manifest.provides))
+    return found
+
+
+def row(item: Provided) -> str:
+    """One contribution."""
+    claims = "; ".join(f"{key}: {', '.join(str(value) for value in values)}" for key, values in item.claims.items())
+    names = ", ".join(f"`{name}`" for name in (item.name, *item.aliases))
+    cells = (item.kind, names, f"`{item.contract}`", str(item.priority), claims)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [HEAD]
+    for project, provides in manifests():
+        parts.append(f"## {project['name']}\n\n{project['description']}.\n")
+        rows = [row(item) for item in sorted(provides, key=lambda item: (item.kind, item.name))]
+        header = ["| kind | name and aliases | contract | priority | claims |", "| --- | --- | --- | --- | --- |"]
+        parts.append("\n".join([*header, *rows]) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    text = page()
+    if sys.argv[1:] != ["--check"]:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
+        raise SystemExit("docs/catalogue.md is out of date: python scripts/catalog.py")
