@@ -204,7 +204,7 @@ def test_row_20_spellings_of_lists(text: str, sizes: list[int]) -> None:
         ("--api-key=", "--api-key is empty"), ("--enable-auto-tool-choice", "needs --tool-call-parser"),
         ("--ssl-certfile x", "--ssl-keyfile is missing"), ("--ssl-keyfile x", "--ssl-certfile is missing"),
         ("--cpu-offload-gb 2", "not possible in this release"), ("--enable-lora", "not possible in this release"),
-        ("--logits-processors a:B", "not possible in this release"), ("--nnodes 2", "not possible in this release"),
+        ("--nnodes 2", "not possible in this release"),
     ],
 )  # fmt: skip
 def test_contradictions_and_slips_on_the_command_line(text: str, message: str | None) -> None:

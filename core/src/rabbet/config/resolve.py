@@ -26,7 +26,7 @@ from rabbet.contracts.model import ModelQuery
 from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery, SupportsGraphs
 from rabbet.contracts.quantization import QuantizationQuery
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
-from rabbet.errors import ConfigError, PluginLoadError, UnknownPluginError, WeightsError
+from rabbet.errors import ConfigError, PluginLoadError, PluginPolicyError, UnknownPluginError, WeightsError
 from rabbet.registry import Catalog, Composition, Decision, PluginPolicy, compose, select
 from rabbet.registry.loader import ask
 from rabbet.registry.select import pass_over
@@ -126,6 +126,7 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
         asked_by="--distributed-executor-backend",
     )
     resolver.choose("scheduler", config.scheduler.scheduling_policy, asked_by="--scheduling-policy")
+    _logits_processors(resolver)
     defaults = platform.batch_defaults(is_server=is_server, world_size=world_size)
     budgets = resolve_budgets(config, hf_text, defaults)
     composition = compose(tuple(resolver.decisions)).settled(is_strict=config.plugins.strict)
@@ -436,6 +437,27 @@ def _kernels(
         )
         resolver.choose("moe", kernel.moe_backend, experts, asked_by="--moe-backend")
     return num_experts
+
+
+def _logits_processors(resolver: _Resolver) -> None:
+    """One decision a name; the name is the scope. ``module:Class`` is what no distribution of that name provides."""
+    names = resolver.config.model.logits_processors
+    for name in names:
+        option = "--logits-processors"
+        if names.count(name) > 1:
+            raise ConfigError(f"{option} names {name} twice", field="model.logits_processors")
+        kind, catalog, owner = "logits_processor", resolver.catalog, name.rpartition(":")[0]
+        if owner and owner not in {entry.distribution for entry in catalog.entries}:
+            if reason := catalog.policy.denies(kind, name, "(this process)", is_bundled=False):
+                raise PluginPolicyError(f"{option} {name}: {reason}", kind=kind, name=name)
+            decision = Decision(
+                kind=kind, scope=name, name=name, value=name, distribution="(this process)", version="", asked_by=option,
+                contract=KINDS[kind].version, is_checked=catalog.policy.is_checked,
+            )  # fmt: skip
+        else:
+            decision = select(catalog, kind, name=name, scope=name, asked_by=option)
+        resolver.decisions.append(decision)
+        compose((decision,)).load(kind, name)
 
 
 def _eos_token_ids(files: ModelFiles, hf: Mapping[str, Any]) -> tuple[int, ...]:

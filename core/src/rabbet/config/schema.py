@@ -89,6 +89,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = _option(False, "No tokenizer: token ids in, token ids out")
     runner: Literal["auto", "generate", "pooling", "draft"] = _option("auto", "What the model is used for")
     convert: Literal["auto", "none", "embed", "classify"] = _option("auto", "Turn a generating model into another kind")
+    logits_processors: list[str] = _listed("Logits processors, by name or module:Class, in the order of use")
     model_impl: Literal["auto", "native", "transformers"] = _option("auto", "Use a model plugin or the fallback")
 
 

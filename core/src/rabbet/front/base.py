@@ -103,6 +103,11 @@ class FrontBase:
             max_logprobs=model.max_logprobs,
             eos_token_ids=resolved.eos_token_ids,
         )
+        self.processor.checks = [
+            (decision.name, resolved.composition.load("logits_processor", decision.scope).validate)
+            for decision in resolved.composition.decisions
+            if decision.kind == "logits_processor"
+        ]
         self._stream_interval = config.scheduler.stream_interval
         self.model_info = ModelInfo(
             names=tuple(model.served_model_name) or (resolved.files.name,),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rabbet.errors import ContextLengthError, InvalidRequestError, shorten
+from rabbet.errors import ClientError, ContextLengthError, InvalidRequestError, RequestFailedError, shorten
 from rabbet.front.tokenizer import Tokenizer
 from rabbet.types.request import EngineRequest
 from rabbet.types.sampling import SamplingParams
@@ -49,6 +49,7 @@ class Processor:
         self._max_logprobs = max_logprobs
         self._eos_token_ids = list(eos_token_ids)
         self._has_warned = False
+        self.checks: list[tuple[str, Callable[[SamplingParams], None]]] = []
         self._bad_words_made: tuple[list[str], list[list[int]]] = ([], [])
         self._checked: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
@@ -217,6 +218,7 @@ class Processor:
         if same == numbers and all(one is other for one, other in zip(lists, known, strict=True)):
             return
         sampling.check_against_model(vocab_size=self._vocab_size, max_logprobs=self._max_logprobs)
+        self._ask_processors(sampling)
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
         if sampling.min_tokens and sampling.allowed_token_ids and ends.issuperset(sampling.allowed_token_ids):
             raise InvalidRequestError(
@@ -251,6 +253,18 @@ class Processor:
                 if sum(map(len, banned)) >= len(free) and not free.difference(*banned):
                     return True
         return False
+
+    def _ask_processors(self, sampling: SamplingParams) -> None:
+        for name, validate in self.checks:
+            try:
+                validate(sampling)
+            except ClientError:
+                raise
+            except ValueError as error:
+                raise InvalidRequestError(f"the logits processor {name}: {error}", field="extra_args") from error
+            except Exception as error:  # the edge of the plugin
+                told = f"the logits processor {name} failed to check the request: {type(error).__name__}"
+                raise RequestFailedError(told, plugin=f"logits_processor/{name}") from error
 
     def _bounded(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """The same parameters with numbers that fit into a message, and without what only the front needs."""

@@ -11,6 +11,7 @@ from rabbet.contracts.registration import Registration, normalise_name, registra
 from rabbet.errors import DuplicatePluginError, PluginPolicyError, UnknownPluginError
 from rabbet.registry.discover import discover
 from rabbet.registry.entry import Entry, State
+from rabbet.registry.known import install_hint
 from rabbet.registry.lock import require_locked
 from rabbet.registry.names import nearest
 from rabbet.registry.onefile import stage_file
@@ -127,7 +128,10 @@ class Catalog:
         if close:
             parts.append(f"did you mean {' or '.join(close)}?")
         parts.append(f"installed: {', '.join(names) or 'none'}")
-        parts.append("install the distribution that provides it (pip install ...), and see: rabbet plugins list")
+        if hint := install_hint(kind, wanted):
+            parts.insert(1, f"needs {kind} {wanted!r}: {hint}")
+        else:
+            parts.append("install the distribution that provides it (pip install ...), and see: rabbet plugins list")
         return UnknownPluginError("; ".join(parts), kind=kind, name=wanted)
 
 

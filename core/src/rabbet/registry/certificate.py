@@ -16,7 +16,7 @@ from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from rabbet.contracts.kinds import KINDS, MANIFEST_GROUP
+from rabbet.contracts.kinds import MANIFEST_GROUP
 from rabbet.contracts.registration import normalise_name
 from rabbet.registry.entry import Entry
 from rabbet.registry.policy import canonical_distribution
@@ -27,6 +27,7 @@ __all__ = [
     "Certificate",
     "Proof",
     "manifest_digest",
+    "package_directory",
     "proof_of",
     "read_certificates",
     "wheel_digest",
@@ -147,7 +148,7 @@ def manifest_digest(distribution: Distribution) -> str | None:
     for point in distribution.entry_points:
         if point.group == MANIFEST_GROUP:
             package, _, file = point.value.partition(":")
-            folder = _package_directory(distribution, package)
+            folder = package_directory(distribution, package)
             if folder is not None and (folder / file).is_file():
                 return hashlib.sha256((folder / file).read_bytes()).hexdigest()
     return None
@@ -165,7 +166,7 @@ def read_certificates(entry: Entry, directory: Path | None = None) -> tuple[Cert
     """
     found: list[Certificate] = []
     distribution = entry.entry_point.dist if entry.entry_point is not None else None
-    folder = _package_directory(distribution, entry.value.partition(":")[0].partition(".")[0])
+    folder = package_directory(distribution, entry.value.partition(":")[0].partition(".")[0])
     if folder is not None:
         # A package may hold certificates of several contributions.
         found += [item for item in _read(folder / CERTIFICATE) if item.problem or _is_for(item, entry)]
@@ -197,7 +198,7 @@ def proof_of(entry: Entry, *, arch: str | None = None, directory: Path | None = 
 
 def _judge(entry: Entry, certificate: Certificate, digest: str | None) -> Proof:
     state: ProofState = "certified"
-    reason, speaks = "", KINDS[entry.kind].version
+    reason = ""
     if certificate.problem:
         state, reason = "unverifiable", f"{certificate.source}: {certificate.problem}"
     elif not _is_for(certificate, entry):
@@ -207,8 +208,8 @@ def _judge(entry: Entry, certificate: Certificate, digest: str | None) -> Proof:
         state, reason = "unverifiable", "it is not installed from a wheel, so nothing says that this code was tested"
     elif certificate.wheel_digest != digest:
         state, reason = "stale", f"the certificate is of another wheel ({certificate.version})"
-    elif certificate.contract != speaks:
-        state, reason = "stale", f"certified for contract {certificate.contract}; this core speaks {speaks}"
+    elif certificate.contract != entry.contract:
+        state, reason = "stale", f"certified for contract {certificate.contract}, used under {entry.contract}"
     elif certificate.failures or not certificate.counts["passed"]:
         state, reason = "failed", f"its suite counted {certificate.counts['passed']} pass, {certificate.failures} fail"
     return Proof(state=state, reason=reason, certificate=certificate)
@@ -248,8 +249,8 @@ def _parse(document: Any, path: Path) -> Certificate:
     return Certificate(**texts, arch=arch, counts=counts, source=path, fields=document)
 
 
-def _package_directory(distribution: Distribution | None, package: str) -> Path | None:
-    """Where a top-level package lies; locates, never imports."""
+def package_directory(distribution: Distribution | None, package: str) -> Path | None:
+    """Where a distribution's top-level package lies; locates, never imports."""
     if distribution is not None and (folder := Path(str(distribution.locate_file(package)))).is_dir():
         return folder
     try:

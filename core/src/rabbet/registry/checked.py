@@ -15,7 +15,7 @@ CHECKER_GROUP = "rabbet.checker"
 
 
 @cache
-def checked(kind: str, target: type[Any]) -> type[Any]:
+def checked(kind: str, target: Any) -> Any:
     """The class behind all checkers; the same one each time.
 
     Raises:

@@ -62,7 +62,9 @@ class Composition:
             target = verify_class(
                 kind, decision.name, resolve_watched(decision.label, decision.value), decision.contract
             )
-            return checked(kind, target) if decision.is_checked else target
+            if decision.is_checked:
+                target = checked(kind, target)  # type: ignore[arg-type]  # classes are hashable
+            return target
         except PluginError:
             raise
         except (Exception, SystemExit) as error:  # a plugin's import may raise anything

@@ -33,7 +33,9 @@ def load_entry(entry: Entry) -> type[Any]:
         PluginLoadError: Naming owner, version, entry point and cause. The same one each time.
     """
     target = _class_of(entry)
-    return checked(entry.kind, target) if entry.is_checked else target
+    if entry.is_checked:
+        target = checked(entry.kind, target)  # type: ignore[arg-type]  # classes are hashable
+    return target
 
 
 def _class_of(entry: Entry) -> type[Any]:
@@ -123,7 +125,8 @@ def verify_class(kind: str, name: str, target: Any, contract: str = "") -> type[
     base = resolve_value(KINDS[kind].base)
     if not issubclass(target, base):
         raise fail(f"does not derive from {KINDS[kind].base.replace(':', '.')}")
-    if not any(record.kind == kind for record in registrations_of(target)):
+    # A class that is named by its path needs no name of its own.
+    if ":" not in name and not any(record.kind == kind for record in registrations_of(target)):
         raise fail("lacks the decorator of its kind (rabbet.contracts.register_...), or another class carries it")
     if contract in KINDS[kind].previous:
         target = through_adapter(kind, contract, target)
@@ -134,7 +137,8 @@ def verify_class(kind: str, name: str, target: Any, contract: str = "") -> type[
         problem = _call_shape_problem(getattr(base, method), getattr(target, method))
         if problem:
             raise fail(f"has {method}{problem}")
-    return target
+    verified: type[Any] = target
+    return verified
 
 
 def _call_shape_problem(contract: Any, method: Any) -> str:

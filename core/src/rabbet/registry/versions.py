@@ -50,7 +50,7 @@ def contract_problem(kind: str, declared: str) -> str:
 
 
 @cache
-def through_adapter(kind: str, version: str, target: type[Any]) -> type[Any]:
+def through_adapter(kind: str, version: str, target: Any) -> Any:
     """A class of an earlier contract as one of today's; the same one each time. Told once.
 
     Raises:
@@ -59,7 +59,7 @@ def through_adapter(kind: str, version: str, target: type[Any]) -> type[Any]:
     module, _, name = KINDS[kind].adapter.partition(":")
     adapt = getattr(import_module(module), name)
     try:
-        adapted: type[Any] = adapt(target)
+        adapted = adapt(target)
     except TypeError as error:
         raise PluginLoadError(
             f"{kind} {target.__qualname__} does not fit contract {version}: {error}", kind=kind

@@ -23,6 +23,7 @@ from rabbet.runner.inputs import StepInputs, build_inputs
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
 from rabbet.runner.memory import kv_budget
+from rabbet.runner.processors import Processors
 from rabbet.runner.progress import loading_progress
 from rabbet.runner.sampler import draw, processed_logits
 from rabbet.runner.slots import Slots
@@ -61,6 +62,7 @@ class DeviceRunner(ModelRunner):
         self._backends: list[AttentionBackend] = []
         self._cache_config: KVCacheConfig | None = None
         self._slots: Slots | None = None
+        self._processors: Processors | None = None
         self._graphs: DecodeGraphs | None = None
         self._buffers: list[torch.Tensor] = []
 
@@ -151,6 +153,7 @@ class DeviceRunner(ModelRunner):
             self._buffers.append(raw)
             for name in tensor.layer_names:
                 self._caches[name] = raw.view((config.num_blocks, *layouts[name].shape))
+        self._processors = Processors(resolved, self._device)
         self._slots = Slots(
             num_slots=resolved.max_num_seqs,
             max_model_len=resolved.max_model_len,
@@ -175,8 +178,8 @@ class DeviceRunner(ModelRunner):
             seed=0,
         )
         self.execute(StepPlan(step_id=0, new_requests=[request], num_scheduled_tokens={"warm-up": 2}))
-        assert self._slots is not None
-        self._slots.remove("warm-up")
+        assert self._slots is not None and self._processors is not None
+        self._processors.remove(self._slots.remove("warm-up"))
 
     # ---- steps
 
@@ -184,11 +187,11 @@ class DeviceRunner(ModelRunner):
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``ModelRunner``."""
         slots = self._slots
-        assert slots is not None, "initialize_cache() comes first"
+        assert slots is not None and self._processors is not None, "initialize_cache() comes first"
         for request_id in plan.finished_request_ids:
-            slots.remove(request_id)
+            self._processors.remove(slots.remove(request_id))
         for new in plan.new_requests:
-            slots.add(new)
+            self._processors.add(slots.add(new), slots)
         for running in plan.running_requests:
             slots.update(running)
         if not plan.num_scheduled_tokens:
@@ -243,6 +246,10 @@ class DeviceRunner(ModelRunner):
         is_bad = (~torch.isfinite(logits.amax(dim=-1))).tolist()
         problems = {i: _BAD_LOGITS for i, bad in enumerate(is_bad) if bad}
         problems |= dict.fromkeys(adjust_logits(logits, rows, self._slots), _NO_TOKEN_LEFT)
+        if self._processors:
+            # Not told of rows that fail already: these keep their own reason.
+            logits[list(problems)] = 0.0
+            problems = self._processors.apply(logits, rows, self._slots) | problems
         # Nothing can be drawn from these, and trying to must not fail the others.
         logits[list(problems)] = 0.0
         if wanted and raw is None:
@@ -310,6 +317,7 @@ class DeviceRunner(ModelRunner):
         self._backends.clear()
         self._built = None
         self._slots = None
+        self._processors = None
         if self._world_size > 1 and self._parallel.group is not None:
             import torch.distributed as dist
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import new_class
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,4 +31,4 @@ def adapt(old: type[Any]) -> type[Any]:
         "__qualname__": old.__qualname__,
         "__rabbet_registrations__": vars(old).get("__rabbet_registrations__", ()),
     }
-    return type(old)(old.__name__, (old,), members)
+    return new_class(old.__name__, (old,), {}, lambda body: body.update(members))
