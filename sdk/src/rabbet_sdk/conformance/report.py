@@ -66,7 +66,15 @@ def row(report: pytest.TestReport) -> dict[str, Any]:
         "suite": parts[-2] if len(parts) > 2 else "",
         "test": parts[-1],
         "outcome": outcome,
-        "detail": "" if report.passed else report.longreprtext.strip().splitlines()[-1:] and
-        report.longreprtext.strip().splitlines()[-1],
+        "detail": "" if report.passed else _reason(report),
         "errors": errors,
-    }  # fmt: skip
+    }
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """One line that says why it is no pass."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = str(crash.message if crash is not None else report.longreprtext).strip().splitlines()
+    return lines[0] if lines else ""

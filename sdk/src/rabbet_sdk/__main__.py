@@ -1,0 +1,5 @@
+"""``python -m rabbet_sdk``: the command ``rabbet-sdk``."""
+
+from rabbet_sdk.cli import main
+
+main()

@@ -1,0 +1,159 @@
+"""The command ``rabbet-sdk``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rabbet.errors import RabbetError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="rabbet-sdk",
+    help="Make, prove and certify plugins of Rabbet.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+_Plugin = Annotated[str, typer.Argument(metavar="KIND/NAME", help="The plugin, as rabbet plugins list names it")]
+_Device = Annotated[str, typer.Option("--device", help="Device that the tests compute on")]
+
+
+@app.command()
+def new(
+    kind: Annotated[str, typer.Argument(help="Kind of plugin, e.g. attention")],
+    name: Annotated[str, typer.Argument(help="Name that users choose it by; for models the architecture")],
+    distribution: Annotated[str | None, typer.Option("--distribution", help="Name of the distribution")] = None,
+    directory: Annotated[Path | None, typer.Option("--directory", help="Where to write it")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Write a distribution with a working implementation, its manifest, its conformance test and CI."""
+    from rabbet_sdk.scaffold import names_for, new_plugin
+
+    names = names_for(kind, name, distribution)
+    target = directory or Path(names.distribution)
+    files = new_plugin(names, target)
+    if as_json:
+        _print(dataclasses.asdict(names) | {"files": [str(file) for file in files]})
+        return
+    typer.echo(f"wrote {names.distribution} ({names.kind}/{names.name}) into {target}; next:")
+    typer.echo(f"  pip install -e '{target}[test]' && python -m pytest {target}/tests")
+
+
+@app.command()
+def check(
+    plugin: _Plugin,
+    device: _Device = "cpu",
+    level: Annotated[int, typer.Option("--level", min=1, max=5, help="Highest level of tests")] = 5,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of random inputs")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Run the conformance suite of an installed plugin; no test file is needed. Exit code 1 if it fails."""
+    from rabbet_sdk.check import check_plugin
+
+    result = check_plugin(plugin, device=device, level=level, seed=seed)
+    if as_json:
+        shown = {key: value for key, value in dataclasses.asdict(result).items() if key != "output"}
+        _print(shown | {"passed": result.is_passed})
+    else:
+        for test, detail in result.failures:
+            typer.echo(f"failed: {test}: {detail}")
+        typer.echo(result.badge)
+    if not result.is_passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def certify(
+    plugin: _Plugin,
+    device: _Device = "cpu",
+    wheel: Annotated[Path | None, typer.Option("--wheel", help="The wheel that is installed, to compare with")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", help="Directory for KIND-NAME.json; where rabbet looks by default")
+    ] = Path("~/.config/rabbet/certificates"),
+    as_json: _Json = False,
+) -> None:
+    """Run the whole suite on an installed wheel and write its certificate. Exit code 1 if the suite fails."""
+    from rabbet_sdk.certify import certificate_of, write_certificate
+    from rabbet_sdk.check import check_plugin
+
+    result = check_plugin(plugin, device=device)
+    certificate = certificate_of(result, arch=_arch(device), wheel=wheel)
+    file = write_certificate(certificate, output.expanduser())
+    if as_json:
+        _print(certificate | {"file": str(file)})
+    else:
+        typer.echo(f"{result.badge}\nwrote {file}")
+    if not result.is_passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def mutants(
+    kinds: Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help="These kinds only")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Hunt the zoo: each plugin with a planted fault must be caught by the test named for it. Exit code 1 if one lives."""
+    from rabbet_sdk.mutants import hunt, mutant_kinds
+
+    known = mutant_kinds()
+    if unknown := [kind for kind in kinds or () if kind not in known]:
+        raise typer.BadParameter(f"no mutants of the kind {', '.join(unknown)}; there are: {', '.join(known)}")
+    with tempfile.TemporaryDirectory() as directory:
+        kills = hunt(kinds or known, Path(directory))
+    killed = sum(kill.killed for kill in kills)
+    if as_json:
+        rows = [
+            {
+                "kind": k.kind,
+                "mutant": k.mutant.name,
+                "test": k.mutant.caught_by,
+                "killed": k.killed,
+                "detail": k.detail,
+            }
+            for k in kills
+        ]
+        _print({"killed": killed, "mutants": len(kills), "rows": rows})
+    else:
+        for kill in kills:
+            mark = "killed" if kill.killed else "LIVES "
+            typer.echo(f"{mark}  {kill.kind}/{kill.mutant.name}  {kill.mutant.caught_by}")
+        typer.echo(f"kill rate: {killed} of {len(kills)}")
+    if killed != len(kills):
+        raise typer.Exit(1)
+
+
+def _arch(device: str) -> str:
+    """Architecture of the device as its platform tells it; empty where none is installed."""
+    from rabbet.registry.catalog import Catalog
+    from rabbet.registry.loader import load_entry
+
+    for entry in Catalog.scan().of_kind("platform"):
+        platform = load_entry(entry)
+        if platform.device_type == device.partition(":")[0] and (found := platform.detect()):
+            return str(found[0].arch)
+    return ""
+
+
+def _print(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=1, default=str))
+
+
+def main() -> NoReturn:
+    """Run the command; what went wrong is one line, without a traceback."""
+    from rabbet_sdk.certify import CertifyError
+    from rabbet_sdk.scaffold import ScaffoldError
+
+    try:
+        app()
+    except (RabbetError, ScaffoldError, CertifyError) as error:
+        print(f"rabbet-sdk: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    raise SystemExit(0)
