@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.registry.certificate import SCHEMA, manifest_digest, wheel_digest, wheel_digest_of
-
 from rabbet_sdk import SUITE_VERSION
 from rabbet_sdk.check import CheckResult
 from rabbet_sdk.conformance.subject import find_entry

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.contracts.kinds import KINDS
-
 from rabbet_sdk.conformance import SUITES
 from rabbet_sdk.conformance.subject import find_entry
 

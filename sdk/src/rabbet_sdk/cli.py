@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+
 from rabbet.errors import RabbetError
 
 __all__ = ["app", "main"]

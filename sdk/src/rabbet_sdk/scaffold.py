@@ -13,7 +13,6 @@ from typing import Any
 
 from rabbet.contracts.kinds import KINDS
 from rabbet.registry.names import nearest
-
 from rabbet_sdk.strict import twin_class, twin_kinds, twin_table
 
 __all__ = ["Names", "ScaffoldError", "names_for", "new_plugin"]
