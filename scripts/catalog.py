@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Write docs/catalogue.md: what each distribution of this repository provides, from the manifests.
+"""Write docs/catalogue.md and the data of rabbet-catalog: what each distribution of this repository provides, from the manifests.
 
-python scripts/catalog.py          write the page
-python scripts/catalog.py --check  fail if it is out of date
+python scripts/catalog.py          write both
+python scripts/catalog.py --check  fail if one is out of date
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +17,7 @@ from rabbet.registry.manifest import Provided, parse_manifest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "catalogue.md"
+DATA = ROOT / "catalog" / "src" / "rabbet_catalog" / "catalog.toml"
 HEAD = """# Catalogue
 
 <!-- Written by scripts/catalog.py from the manifests; change those. -->
@@ -61,9 +63,24 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def data() -> str:
+    """The catalog: strings and lists of strings are written as JSON does, which TOML reads alike."""
+    lines = ["# Written by scripts/catalog.py from the manifests.", "schema = 1"]
+    for project, provides in manifests():
+        lines += ["", "[[distribution]]", f"name = {json.dumps(project['name'])}", "first_party = true"]
+        lines.append(f"description = {json.dumps(project['description'])}")
+        for item in sorted(provides, key=lambda item: (item.kind, item.name)):
+            lines += ["", "[[distribution.provides]]", f"kind = {json.dumps(item.kind)}"]
+            lines.append(f"name = {json.dumps(item.name)}")
+            if item.aliases:
+                lines.append(f"aliases = {json.dumps(list(item.aliases))}")
+            lines.append(f"contract = {json.dumps(item.contract)}")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    text = page()
-    if sys.argv[1:] != ["--check"]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        raise SystemExit("docs/catalogue.md is out of date: python scripts/catalog.py")
+    for file, text in ((PAGE, page()), (DATA, data())):
+        if sys.argv[1:] != ["--check"]:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            raise SystemExit(f"{file.relative_to(ROOT)} is out of date: python scripts/catalog.py")

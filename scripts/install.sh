@@ -28,7 +28,7 @@ case $1 in
     *) usage ;;
 esac
 
-packages="$editable ./core"
+packages="$editable ./catalog $editable ./core"
 for plugin in $plugins; do packages="$packages $editable ./plugins/$plugin"; done
 
 # The build tools stand in the environment itself, so that each package does not fetch them anew.

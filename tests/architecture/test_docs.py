@@ -18,7 +18,7 @@ def test_the_page_of_options_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_catalogue_is_current() -> None:
+def test_the_catalogue_and_its_page_are_current() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "catalog.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -176,8 +176,6 @@ def broken_plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     It says that it is one of the project's own, so that "auto" tries its plugins before all others.
     """
-    from rabbet.registry.discover import BUNDLED_AUTHOR
-
     site = tmp_path_factory.mktemp("site")
     for name, code in BROKEN_MODULES.items():
         (site / name).mkdir()
@@ -190,10 +188,14 @@ def broken_plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (site / "broken_plugin/rabbet.toml").write_text("\n".join(["schema = 1", *tables]))
     info = site / "broken_plugin-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\nAuthor: {BUNDLED_AUTHOR}\n"
-    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(BROKEN_POINTS)
+    catalog = site / "rabbet_catalog-99.dist-info"
+    catalog.mkdir()
+    (catalog / "METADATA").write_text("Metadata-Version: 2.1\nName: rabbet-catalog\nVersion: 99\n")
+    (catalog / "entry_points.txt").write_text("[rabbet.catalog]\nmore = broken_plugin:catalog.toml\n")
+    trusted = '[[distribution]]\nname = "broken-plugin"\nfirst_party = true\nprovides = []\n'
+    (site / "broken_plugin/catalog.toml").write_text("schema = 1\n" + trusted)
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}
 
 

@@ -38,7 +38,7 @@ def test_wheels_generate_a_token_in_a_new_environment(tmp_path: Path) -> None:
 
     built = run("bash", str(ROOT / "scripts" / "wheels.sh"), str(wheels), PYTHON=sys.executable)
     names = {Path(line).name.split("-")[0] for line in built.split()}
-    assert names == {"rabbet", "rabbet_core"} | {f"rabbet_{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml")}
+    assert names == {"rabbet", "rabbet_catalog", "rabbet_core", "rabbet_sdk"} | {f"rabbet_{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml")}
     run(sys.executable, "-m", "venv", str(environment))
     python = str(environment / "bin" / "python")
     # What others publish comes from the environment of the tests, without the editable installs of this checkout.

@@ -33,6 +33,19 @@ class Backend(AttentionBackend):
 """
 
 
+def trust(site: Path, dist: str) -> None:
+    """Add ``dist`` to a further list of the project's own distributions."""
+    info = site / "rabbet_catalog-99.dist-info"
+    if not info.is_dir():
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rabbet-catalog\nVersion: 99\n")
+        (info / "entry_points.txt").write_text("[rabbet.catalog]\nmore = more_first_party:catalog.toml\n")
+        (site / "more_first_party").mkdir()
+        (site / "more_first_party" / "catalog.toml").write_text("schema = 1\n")
+    file = site / "more_first_party" / "catalog.toml"
+    file.write_text(file.read_text() + f'[[distribution]]\nname = "{dist}"\nfirst_party = true\nprovides = []\n')
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory on ``sys.path`` for distributions."""
@@ -64,8 +77,9 @@ def fake_dist(site: Path) -> Callable[..., str]:
         package = f"pkg_{dist.replace('-', '_')}_{next(_numbers)}"
         info = site / f"{dist.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        author = "Author: The Rabbet authors\n" if bundled else ""
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n{author}")
+        if bundled:
+            trust(site, dist)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
         points = f"[{group}]\n{name} = {package}:Backend\n"
         if manifest != "":
             points += f"[rabbet.manifest]\n{dist} = {package}:rabbet.toml\n"

@@ -415,3 +415,21 @@ def test_many_distributions_are_listed_without_importing_any(site: Path, fake_di
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_neither_an_author_field_nor_an_own_catalog_makes_a_distribution_one_of_the_projects(site, fake_dist):
+    package = fake_dist("impostor", name="impostor", priority=99)
+    info = next(site.glob("impostor-*.dist-info"))
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: impostor\nVersion: 1.0\nAuthor: The Rabbet authors\n")
+    points = info / "entry_points.txt"
+    points.write_text(points.read_text() + f"[rabbet.catalog]\nimpostor = {package}:catalog.toml\n")
+    (site / package / "catalog.toml").write_text('schema = 1\n[[distribution]]\nname = "impostor"\nfirst_party = true\nprovides = []\n')
+    (entry,) = [item for item in scan(site).entries if item.distribution == "impostor"]
+    assert not entry.is_bundled and entry.priority == 49
+
+
+def test_a_damaged_trusted_catalog_is_told_and_makes_nobody_one_of_the_projects(site, fake_dist, caplog):
+    fake_dist("house", name="house", bundled=True)
+    (site / "more_first_party" / "catalog.toml").write_text("distribution = 3")
+    (entry,) = [item for item in scan(site).entries if item.distribution == "house"]
+    assert not entry.is_bundled and "more_first_party:catalog.toml cannot be read" in caplog.text

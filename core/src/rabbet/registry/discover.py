@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, DistributionFinder, EntryPoint, MetadataPathFinder, distributions
@@ -18,17 +19,20 @@ from packaging.version import InvalidVersion, Version
 
 from rabbet.contracts.kinds import KINDS, MANIFEST_GROUP
 from rabbet.contracts.registration import normalise_name
+from rabbet.registry.certificate import package_directory
 from rabbet.registry.entry import Entry, State
 from rabbet.registry.manifest import Manifest, Native, parse_manifest
 from rabbet.registry.policy import canonical_distribution
 from rabbet.registry.versions import contract_problem
 
-__all__ = ["BUNDLED_AUTHOR", "Found", "discover", "installed_distributions"]
+__all__ = ["CATALOG_GROUP", "TRUSTED_CATALOG", "Found", "discover", "installed_distributions"]
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_AUTHOR = "The Rabbet authors"
-"""Author field of the project's own distributions."""
+CATALOG_GROUP = "rabbet.catalog"
+"""Entry points ``package:file`` of catalogs; see ``rabbet.registry.known``."""
+TRUSTED_CATALOG = "rabbet-catalog"
+"""The distribution whose catalog says which others are the project's own. An author field could be anybody's."""
 
 _GROUPS = {kind.group: kind.name for kind in KINDS.values()}
 
@@ -50,7 +54,9 @@ def discover(path: Sequence[str] | None = None) -> Found:
     entries: list[Entry] = []
     problems: list[str] = []
     seen: set[tuple[str, str, str, str]] = set()
-    for distribution in installed_distributions(path):
+    found = list(installed_distributions(path))
+    own = _first_party(found)
+    for distribution in found:
         points = [
             point for point in distribution.entry_points if point.group in _GROUPS or point.group == MANIFEST_GROUP
         ]
@@ -62,7 +68,7 @@ def discover(path: Sequence[str] | None = None) -> Found:
         for point in points:
             if point.group == MANIFEST_GROUP:
                 continue
-            entry = _entry(point, distribution, manifest)
+            entry = _entry(point, distribution, manifest, own)
             key = (canonical_distribution(name), entry.kind, entry.name, entry.value)
             if key in seen:
                 logger.warning(
@@ -85,7 +91,29 @@ def installed_distributions(path: Sequence[str] | None = None) -> Iterable[Distr
     return MetadataPathFinder.find_distributions(DistributionFinder.Context(path=list(path)))
 
 
-def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | None) -> Entry:
+def _first_party(found: Sequence[Distribution]) -> frozenset[str]:
+    """Names of the project's own distributions. Other catalogs have no say in this."""
+    names: set[str] = set()
+    for distribution in found:
+        for point in distribution.entry_points:
+            if point.group != CATALOG_GROUP or canonical_distribution(distribution.name) != TRUSTED_CATALOG:
+                continue
+            package, _, file = point.value.partition(":")
+            try:
+                document = tomllib.loads(
+                    ((package_directory(distribution, package) or Path()) / file).read_text("utf-8")
+                )
+                names |= {
+                    canonical_distribution(row["name"]) for row in document["distribution"] if row.get("first_party")
+                }
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.warning(
+                    "%s cannot be read, so that no plugin counts as the project's own: %s", point.value, error
+                )
+    return frozenset(names)
+
+
+def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | None, own: frozenset[str]) -> Entry:
     kind = _GROUPS[point.group]
     name = normalise_name(kind, point.name)
     provided = manifest.find(kind, name) if manifest else None
@@ -107,13 +135,8 @@ def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | N
         provided=provided,
         state=state,
         reason=reason,
-        is_bundled=_is_bundled(distribution),
+        is_bundled=canonical_distribution(distribution.metadata["Name"]) in own,
     )
-
-
-def _is_bundled(distribution: Distribution) -> bool:
-    metadata = distribution.metadata
-    return any(BUNDLED_AUTHOR in metadata.get_all(key, ()) for key in ("Author", "Maintainer"))
 
 
 def _manifest(points: Sequence[EntryPoint], path: Sequence[str] | None) -> tuple[Manifest | None, tuple[str, ...]]:

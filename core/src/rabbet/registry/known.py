@@ -23,13 +23,12 @@ from typing import Any
 
 from rabbet.contracts.registration import normalise_name
 from rabbet.registry.certificate import package_directory
-from rabbet.registry.discover import installed_distributions
+from rabbet.registry.discover import CATALOG_GROUP, installed_distributions
 from rabbet.registry.versions import contract_problem
 
 __all__ = ["CATALOG_GROUP", "install_hint"]
 
 logger = logging.getLogger(__name__)
-CATALOG_GROUP = "rabbet.catalog"
 _SCHEMA = 1
 
 

@@ -1,0 +1,1 @@
+"""Which distribution provides which plugin: data only, in ``catalog.toml``."""
