@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source import BUDGET, CORE, ROOT, all_files, code_lines, core_files, functions, plugin_files, plugin_roots, sdk_files
+from source import (
+    BUDGET,
+    CORE,
+    ROOT,
+    all_files,
+    code_lines,
+    core_files,
+    functions,
+    plugin_files,
+    plugin_roots,
+    sdk_files,
+)
 
 KERNELS = {ROOT / path for path in BUDGET["kernels"]}
 FILES = [path for path in all_files() if path not in KERNELS]

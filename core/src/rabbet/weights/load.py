@@ -91,9 +91,9 @@ def load_weights(
 def finish_loading(model: nn.Module) -> None:
     """Let every layer repack, quantise or check what it got."""
     for module in model.modules():
-        finish = getattr(module, "process_weights_after_loading", None)
-        if callable(finish):
-            finish()
+        # Asked of the class: a module that has no such method is not probed for one.
+        if callable(getattr(type(module), "process_weights_after_loading", None)):
+            module.process_weights_after_loading()  # type: ignore[operator]
 
 
 def _fill(parameter: nn.Parameter, tensor: torch.Tensor, name: str, shard: object) -> None:

@@ -291,7 +291,9 @@ class Engine:
         for name, groups in result.failed_block_ids.items():
             assert name in self.live and self.live[name].is_loading, f"a failed load of {name}, which loads nothing"
             live = self.live[name]
-            assert len(groups) == len(live.tables), f"failed blocks of {len(groups)} groups; there are {len(live.tables)}"
+            assert len(groups) == len(live.tables), (
+                f"failed blocks of {len(groups)} groups; there are {len(live.tables)}"
+            )
             for group, (table, ids) in enumerate(zip(live.tables, groups, strict=True)):
                 strange = sorted(set(ids) - set(table))
                 assert not strange, f"failed blocks {strange} are none of {name}'s in group {group}"
@@ -304,7 +306,9 @@ class Engine:
             self._end_load(self.live[name])
         for name in result.finished_saving:
             live_or_none = self.live.get(name)
-            assert live_or_none is not None and live_or_none.is_saving, f"the save of {name} ended twice, or never began"
+            assert live_or_none is not None and live_or_none.is_saving, (
+                f"the save of {name} ended twice, or never began"
+            )
             live_or_none.is_saving = False
             self._let_go(live_or_none)
 
@@ -317,7 +321,9 @@ class Engine:
                     got = self.caches[layer].view(torch.int32)[block]
                     if block not in live.failed[group.group_id]:
                         same = torch.equal(got, self.setup.truth(layer, known, index * size))
-                        assert same, f"block {index} of {name}, group {group.group_id}, {layer}: wrong, and not reported"
+                        assert same, (
+                            f"block {index} of {name}, group {group.group_id}, {layer}: wrong, and not reported"
+                        )
                     self.shadow[layer][block].copy_(got)
         live.is_loading, live.is_failed = False, any(live.failed)
         if live.is_failed:
@@ -338,7 +344,9 @@ class Engine:
             if live.is_loading or live.is_saving:
                 waited = self.clock() - live.since_s
                 what = "loads" if live.is_loading else "keeps its blocks"
-                assert waited <= self.deadline_s + 2, f"{name} {what} since {waited} s; the deadline is {self.deadline_s}"
+                assert waited <= self.deadline_s + 2, (
+                    f"{name} {what} since {waited} s; the deadline is {self.deadline_s}"
+                )
         for layer, cache in self.caches.items():
             differing = (cache.view(torch.int32) != self.shadow[layer]).flatten(1).any(1)
             changed = set(torch.nonzero(differing).flatten().tolist())

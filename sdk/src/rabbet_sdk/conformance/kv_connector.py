@@ -432,6 +432,5 @@ class _Machine(RuleBasedStateMachine):
         return [
             name
             for name, live in engine.live.items()
-            if not (live.is_ended or live.is_loading)
-            and live.request.num_computed_tokens < len(live.request.token_ids)
+            if not (live.is_ended or live.is_loading) and live.request.num_computed_tokens < len(live.request.token_ids)
         ]

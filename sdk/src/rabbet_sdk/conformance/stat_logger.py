@@ -68,9 +68,7 @@ class StatLoggerConformance(PluginConformance):
             patch.setenv(key, value)
         return subject.plugin_class(self.config)
 
-    def test_every_number_arrives_once(
-        self, subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_every_number_arrives_once(self, subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each record and each stats call, in order, after ``close``; closing again adds nothing."""
         logger = self._make(subject, tmp_path, monkeypatch)
         for number in range(5):

@@ -1,7 +1,5 @@
 """KV connectors with one fault each, on top of the strict twin."""
 
-
-
 from __future__ import annotations
 
 import pickle

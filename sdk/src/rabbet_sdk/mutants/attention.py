@@ -1,0 +1,165 @@
+"""Attention backends with one fault each, on top of the strict twin."""
+# ruff: noqa: ARG001, ARG005 -- a mutant takes what its contract hands over, needed or not.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rabbet.contracts import register_attention_backend
+from rabbet_sdk.mutants.base import Mutant
+from rabbet_sdk.strict.attention import StrictAttention
+
+__all__ = ["MUTANTS"]
+
+_plain = StrictAttention.forward
+
+
+def _plant(name: str, caught_by: str, story: str, claims: str | None = None, **methods: Any) -> Mutant:
+    """Register a class with other methods than the twin's, as an attribute of this module."""
+    title = name.title().replace("_", "")
+    cls = type(title, (StrictAttention,), {"__module__": __name__, "__doc__": story, **methods})
+    globals()[title] = register_attention_backend(name)(cls)
+    return Mutant(
+        name=name, target=f"{__name__}:{title}", caught_by=f"test_{caught_by}", story=story, claims=claims
+    )  # fmt: skip
+
+
+def _layer(change: Callable[[Any], Any]) -> Any:
+    """A ``forward`` that takes the layer for another one."""
+    return lambda self, layer, *rest: _plain(self, change(layer), *rest)
+
+
+def _window(change: Callable[[int], int | None]) -> Any:
+    return _layer(lambda layer: layer if layer.window is None else replace(layer, window=change(layer.window)))
+
+
+def _reads_whole_blocks(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    for row in range(metadata.num_requests):
+        start, end = metadata.query_start_cpu[row : row + 2].tolist()
+        last = metadata.block_table[row, (int(metadata.seq_lens_cpu[row]) - 1) // self.context.spec.block_size]
+        out[start:end] += 0 * cache[last].sum()
+
+
+def _adds_to_output(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    before = out.clone()
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    out += 0 * before
+
+
+def _writes_past_output(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    out[metadata.num_tokens :] = 0
+
+
+def _writes_null_block(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    cache[0, 0] = 0
+
+
+def _writes_last_slot(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    if (metadata.slot_mapping < 0).any():
+        cache[-1, -1] = 0
+
+
+def _stale(self: Any, batch: Any) -> Any:
+    """Keeps the first table of each shape."""
+    kept = self.__dict__.setdefault("tables", {})
+    return replace(batch, block_table=kept.setdefault(tuple(batch.block_table.shape), batch.block_table))
+
+
+def _consecutive(self: Any, batch: Any) -> Any:
+    table = batch.block_table
+    return replace(batch, block_table=table[:, :1] + torch.arange(table.shape[1], dtype=table.dtype))
+
+
+def _moves_lengths(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    metadata.positions += 1
+
+
+def _rotates_in_place(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    _plain(self, layer, q.mul_(1.0), k, v, cache, metadata, out)
+    q.zero_()
+
+
+def _first_scale(self: Any, layer: Any, *rest: Any) -> None:
+    _plain(self, replace(layer, scale=self.__dict__.setdefault("scale", layer.scale)), *rest)
+
+
+def _strides_ignored(self: Any, layer: Any, q: Any, *rest: Any) -> None:
+    _plain(self, layer, torch.as_strided(q, q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1)), *rest)
+
+
+def _noise_by_batch(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    """Rounds otherwise in larger batches, as another split of the sum does."""
+    _plain(self, layer, q, k, v, cache, metadata, out)
+    if metadata.num_requests > 1:
+        out[: metadata.num_tokens] *= 1 + torch.finfo(out.dtype).eps
+
+
+def _one_size(self: Any, context: Any) -> None:
+    super(StrictAttention, self).__init__(context)
+    _contexts.append(context)
+    self.context = _contexts[0] if _contexts[0].spec.head_dim == context.spec.head_dim else context
+
+
+_contexts: list[Any] = []
+
+
+def _accepts(code: str) -> Any:
+    return classmethod(lambda cls, query: tuple(r for r in StrictAttention.supports(query) if r.code != code))
+
+
+def _large_page(cls: Any, spec: Any) -> Any:
+    layout = StrictAttention.kv_layout(spec)
+    return replace(layout, shape=(layout.shape[0] + 1, *layout.shape[1:]))
+
+
+_VALUES = "values_are_those_of_the_definition"
+_POISON = "unused_memory_never_reaches_outputs"
+
+MUTANTS = (
+    _plant("window_plus_one", "window_means_what_the_contract_says", "vllm#3385", forward=_window(lambda n: n + 1)),
+    _plant("window_minus_one", "window_means_what_the_contract_says", "sglang#26516",
+           forward=_window(lambda n: max(n - 1, 1))),
+    _plant("window_ignored", "window_means_what_the_contract_says", "accepted and forgotten",
+           forward=_window(lambda n: None)),
+    _plant("soft_cap_ignored", _VALUES, "accepted and forgotten", forward=_layer(lambda x: replace(x, soft_cap=None))),
+    _plant("sinks_ignored", _VALUES, "accepted and forgotten", forward=_layer(lambda x: replace(x, sinks=None))),
+    _plant("slopes_negated", _VALUES, "the distance has a sign",
+           forward=_layer(lambda x: x if x.alibi_slopes is None else replace(x, alibi_slopes=-x.alibi_slopes))),
+    _plant("own_scale", _VALUES, "D ** -0.5 whatever the layer says",
+           forward=_layer(lambda x: replace(x, scale=64**-0.5))),
+    _plant("always_causal", _VALUES, "accepts batches that are not causal",
+           build_metadata=lambda self, batch: replace(batch, is_causal=True)),
+    _plant("nan_leaks", _POISON, "0 * NaN of unused slots", forward=_reads_whole_blocks),
+    _plant("output_accumulates", _POISON, "adds to what stood there", forward=_adds_to_output),
+    _plant("writes_past_the_end", "only_named_slots_change", "rows of padding", forward=_writes_past_output),
+    _plant("writes_null_block", "only_named_slots_change", "a block of nobody is a block of all",
+           forward=_writes_null_block),
+    _plant("slot_minus_one_wraps", "slot_minus_one_writes_nothing", "index -1 is the last slot",
+           forward=_writes_last_slot),
+    _plant("stale_block_table", "each_step_reads_its_own_metadata", "a table of an earlier step", build_metadata=_stale),
+    _plant("blocks_in_a_row", "physical_blocks_do_not_matter", "takes blocks to be consecutive",
+           build_metadata=_consecutive),
+    _plant("metadata_mutated", "layers_share_metadata", "each layer moves positions on", forward=_moves_lengths),
+    _plant("queries_overwritten", "layers_share_metadata", "scratch space in the caller's tensor",
+           forward=_rotates_in_place),
+    _plant("first_layer_for_all", "layers_share_metadata", "constants kept from the first layer", forward=_first_scale),
+    _plant("strides_ignored", "queries_may_be_strided", "data_ptr without strides", forward=_strides_ignored),
+    _plant("batch_changes_bits", "batched_and_chunked_equal_alone", "claims batch invariance", forward=_noise_by_batch),
+    _plant("state_in_the_class", "two_instances_share_no_state", "the first instance's context for all",
+           __init__=_one_size),
+    _plant("page_too_large", "layout_fits_its_page", "a slot more than the page has", kv_layout=classmethod(_large_page)),
+    _plant("accepts_unclaimed", "supports_is_honest", "accepted, and never tested", supports=_accepts("KV_DTYPE")),
+    _plant("claims_too_much", "supports_is_honest", "a promise that nobody ran",
+           claims='device = ["cpu"]\ndtype = ["float32", "bfloat16", "float16"]\nkv_cache_dtype = ["auto"]\n'
+           'kv_layout = ["strict-1"]\nfeatures = ["gqa", "sliding_window", "soft_cap", "sinks", "alibi", '
+           '"mixed_batch", "non_causal", "batch_invariant", "uneven_head_dim_v"]'),
+)  # fmt: skip
