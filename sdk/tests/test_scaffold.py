@@ -14,7 +14,8 @@ from rabbet_sdk.strict import twin_kinds
 
 
 def run(*command: str, cwd: Path, site: Path | None = None) -> str:
-    environment = os.environ | {"PYTHONPATH": str(site)} if site else None
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path} if site else None
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def fake_dist(site: Path) -> Callable[..., str]:
         group: str = "rabbet.attention",
         bundled: bool = False,
     ) -> str:
-        package = f"pkg_{dist.replace('-', '_')}_{next(_numbers)}"
+        # Other folders execute this file anew, each with its own count: names must not meet in one process.
+        package = f"pkg_{dist.replace('-', '_')}_{zlib.crc32(__name__.encode()):x}_{next(_numbers)}"
         info = site / f"{dist.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         if bundled:
