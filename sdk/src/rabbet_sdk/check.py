@@ -14,11 +14,10 @@ from typing import Any
 
 from rabbet.contracts.kinds import KINDS
 from rabbet_sdk.conformance import SUITES
+from rabbet_sdk.conformance.report import OUTCOMES
 from rabbet_sdk.conformance.subject import find_entry
 
 __all__ = ["CheckResult", "check_plugin"]
-
-_OUTCOMES = ("passed", "failed", "crashed", "timeout", "xfailed", "unclaimed", "unavailable", "pending")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +54,7 @@ class CheckResult:
         """One line: what was proved, never a percentage."""
         failed = self.counts["failed"] + self.counts["crashed"] + self.counts["timeout"]
         text = f"{self.plugin} {self.contract} · {self.device} · {self.counts['passed']} pass, {failed} fail"
-        rest = [f"{self.counts[name]} {name}" for name in _OUTCOMES[4:] if self.counts[name]]
+        rest = [f"{self.counts[name]} {name}" for name in OUTCOMES[4:] if self.counts[name]]
         return ", ".join([text, *rest])
 
 
@@ -106,7 +105,7 @@ def _result(plugin: str, device: str, kind: str, rows: list[dict[str, Any]], out
         plugin=plugin,
         device=device,
         contract=KINDS[kind].version,
-        counts={name: counted.get(name, 0) for name in _OUTCOMES},
+        counts={name: counted.get(name, 0) for name in OUTCOMES},
         failures=failures,
         worst_error=worst,
         covered=tuple(row["test"] for row in rows if row["outcome"] == "passed" and "[" in row["test"]),

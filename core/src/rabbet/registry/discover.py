@@ -6,7 +6,6 @@ top-level name runs none of its code.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -63,7 +62,7 @@ def discover(path: Sequence[str] | None = None) -> Found:
         if not points:
             continue
         name, version = distribution.metadata["Name"], distribution.version
-        manifest, trouble = _manifest(points, path)
+        manifest, trouble = _manifest(points, distribution)
         problems += [f"{name} {version}: {item}" for item in trouble]
         for point in points:
             if point.group == MANIFEST_GROUP:
@@ -139,30 +138,18 @@ def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | N
     )
 
 
-def _manifest(points: Sequence[EntryPoint], path: Sequence[str] | None) -> tuple[Manifest | None, tuple[str, ...]]:
+def _manifest(points: Sequence[EntryPoint], distribution: Distribution) -> tuple[Manifest | None, tuple[str, ...]]:
     point = next((item for item in points if item.group == MANIFEST_GROUP), None)
     if point is None:
         return None, ()
     package, _, file_name = point.value.partition(":")
     if "." in package:
         return None, (f"the manifest's module {package!r} must be a top-level package",)
-    directory = _package_directory(package, path)
+    directory = package_directory(distribution, package)
     if directory is None or not (directory / file_name).is_file():
         return None, (f"the manifest {point.value} does not exist",)
     manifest = parse_manifest((directory / file_name).read_text(encoding="utf-8"))
     return manifest, manifest.problems
-
-
-def _package_directory(package: str, path: Sequence[str] | None) -> Path | None:
-    for root in path or ():
-        if (Path(root) / package).is_dir():
-            return Path(root) / package
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    locations = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(locations[0]) if locations else None
 
 
 def _without_entry_point(manifest: Manifest | None, entries: Sequence[Entry], name: str) -> list[str]:
