@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +50,8 @@ class FakeServer:
         keys: Keys that are accepted; any if empty.
         models: Body of ``/v1/models``.
         lost: Tokens that are left out although they were asked for.
+        is_endless: After its first token a stream sends none, until its reader has gone.
+        left: Set when the reader of an endless stream has gone.
     """
 
     url: str = ""
@@ -57,6 +62,8 @@ class FakeServer:
     keys: tuple[str, ...] = ()
     models: Any = field(default_factory=lambda: {"data": [{"id": "tiny"}]})
     lost: int = 0
+    is_endless: bool = False
+    left: threading.Event = field(default_factory=threading.Event)
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a stream."""
@@ -68,7 +75,9 @@ class FakeServer:
                 yield {"error": {"message": self.stream_failure}}
                 return
             yield {"choices": [{"delta": {"content": text}} if is_chat else {"text": text, "finish_reason": None}]}
-        yield {"choices": [{"delta": {}} if is_chat else {"text": "", "finish_reason": "length"}]}
+        yield {
+            "choices": [{"delta": {}, "finish_reason": "stop"} if is_chat else {"text": "", "finish_reason": "length"}]
+        }
         prompt = body.get("prompt", "")
         yield {"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}}
 
@@ -103,12 +112,29 @@ def server() -> Iterator[FakeServer]:
             else:
                 self._json(200, fake.models)
 
+        def _wait_until_left(self) -> None:
+            """Comments, which say nothing, until writing fails."""
+            deadline = time.monotonic() + 30
+            with contextlib.suppress(OSError):
+                while time.monotonic() < deadline:
+                    self.wfile.write(b": still there\n\n")
+                    self.wfile.flush()
+                    if select.select([self.connection], [], [], 0.01)[0]:
+                        break
+            fake.left.set()
+
         def do_POST(self) -> None:
             """A stream."""
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             fake.requests.append((self.path, body))
             if fake.failure is not None:
                 self._json(*fake.failure)
+                return
+            if fake.is_endless:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(f"data: {json.dumps(next(fake.events(self.path, body)))}\n\n".encode())
+                self._wait_until_left()
                 return
             lines = [f"data: {json.dumps(event)}\n\n" for event in fake.events(self.path, body)]
             self._send(200, "".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")

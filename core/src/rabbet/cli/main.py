@@ -12,7 +12,7 @@ import typer
 
 from rabbet import __version__
 from rabbet.cli import bench, plugins
-from rabbet.errors import ConfigError, PluginError, RabbetError
+from rabbet.errors import ConfigError, PluginError, RabbetError, shorten
 
 __all__ = ["app", "main"]
 
@@ -95,6 +95,8 @@ def chat(
 
 @app.command()
 def complete(
+    prompt: Annotated[str | None, typer.Argument(help="Complete this once, print the text and end")] = None,
+    *,
     url: _Url = _DEFAULT_URL,
     model: _Model = None,
     api_key: _Key = None,
@@ -102,9 +104,15 @@ def complete(
     max_tokens: _MaxTokens = 128,
     temperature: _Temperature = None,
 ) -> None:
-    """Complete texts with a running server."""
+    """Complete texts with a running server: PROMPT, or each line that is typed in."""
     from rabbet.cli.talk import Talk
 
+    if prompt is not None and quick is not None:
+        raise ConfigError(
+            f"the prompt is given twice: as PROMPT ({shorten(prompt)}) and with --quick ({shorten(quick)}); leave one out",
+            field="prompt",
+        )
+    quick = quick if prompt is None else prompt
     options = {"max_tokens": max_tokens, "temperature": temperature}
     Talk(url, model=model, api_key=api_key, options=options).complete(quick=quick)
 

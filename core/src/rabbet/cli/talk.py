@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import httpx
+import typer
 
 from rabbet.errors import RabbetError
 
 __all__ = ["Talk", "TalkError", "api_base", "first_model", "message_of"]
 
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
+_KEYS = "Ctrl+C stops an answer, Ctrl+D ends"
+_HELP = f"""\
+/clear         forget what was said, all but the system message
+/help          list these commands
+/exit, /quit   end
+{_KEYS}"""
 
 
 class TalkError(RabbetError):
@@ -58,13 +66,26 @@ class Talk:
         self._model = model or first_model(self._client, self._base)
 
     def chat(self, *, quick: str | None, system: str | None) -> None:
-        """A conversation, or one question. Ctrl+D or an empty line ends it."""
-        messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        """A conversation, or one question. Ctrl+D or ``/exit`` ends it; ``/help`` lists the other commands."""
+        kept = [{"role": "system", "content": system}] if system else []
+        messages = list(kept)
+        if quick is None and sys.stdin.isatty():
+            _note(f"{self._model} at {self._base}; /help lists the commands; {_KEYS}")
         for line in self._lines(quick):
+            word = line.strip()
+            if quick is None and word in ("/exit", "/quit"):
+                return
+            if quick is None and word.startswith("/") and word[1:].isalpha():
+                if word == "/clear":
+                    messages = list(kept)
+                _note(
+                    {"/clear": "forgotten", "/help": _HELP}.get(word, f"there is no command {word}; /help lists them")
+                )
+                continue
             question = {"role": "user", "content": line}
             answer = self._try("chat/completions", {"messages": [*messages, question]}, _chat_text, quick)
-            if answer is not None:
-                messages += [question, {"role": "assistant", "content": answer}]
+            # A question without an answer leaves the conversation as it was.
+            messages += [question, {"role": "assistant", "content": answer}] if answer else []
 
     def complete(self, *, quick: str | None) -> None:
         """Texts to go on with."""
@@ -78,7 +99,8 @@ class Talk:
         except TalkError as error:
             if quick is not None:
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            hint = "; /clear begins anew" if len(body.get("messages", ())) > 2 else ""
+            print(f"error: {error}{hint}", file=sys.stderr)
             return None
 
     @staticmethod
@@ -86,15 +108,21 @@ class Talk:
         if quick is not None:
             yield quick
             return
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  ``input`` edits lines and remembers them with it
         while True:
             try:
                 line = input("> ")
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 print()
                 return
-            if not line.strip():
-                return
-            yield line
+            except KeyboardInterrupt:
+                print()
+                _note("Ctrl+D ends")
+                continue
+            if line.strip():
+                yield line
 
     def _stream(self, route: str, body: Mapping[str, Any], text_of: Any) -> str:
         """Print an answer as it comes; returns it. Ctrl+C stops the answer, not the conversation."""
@@ -102,25 +130,26 @@ class Talk:
             "model": self._model, "stream": True, "stream_options": {"include_usage": True}, **self._options, **body
         }  # fmt: skip
         started = time.monotonic()
-        first: float | None = None
+        times: list[float] = []
         parts: list[str] = []
         usage: Mapping[str, Any] = {}
+        reason: str | None = None
         try:
-            for event in self._events(route, request):
-                usage = event.get("usage") or usage
-                text = text_of(event)
-                if text:
-                    first = first or time.monotonic()
-                    parts.append(text)
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
+            with contextlib.closing(self._events(route, request)) as events:
+                for event in events:
+                    usage = event.get("usage") or usage
+                    reason = next((choice.get("finish_reason") for choice in event["choices"]), None) or reason
+                    if text := text_of(event):
+                        times.append(time.monotonic())
+                        parts.append(text)
+                        print(text, end="", flush=True)
         except KeyboardInterrupt:
-            pass
+            reason = "stopped"
         print()
-        self._show_speed(usage, started, first)
+        self._show_speed(usage.get("completion_tokens", len(times)), started, times, reason)
         return "".join(parts)
 
-    def _events(self, route: str, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _events(self, route: str, request: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         try:
             with self._client.stream("POST", f"{self._base}/{route}", json=request) as answer:
                 if answer.status_code != 200:
@@ -139,13 +168,20 @@ class Talk:
             raise TalkError(f"the connection to the server broke: {error}") from error
 
     @staticmethod
-    def _show_speed(usage: Mapping[str, Any], started: float, first: float | None) -> None:
-        count = usage.get("completion_tokens", 0)
-        if first is None or not count:
-            return
-        seconds = time.monotonic() - first
-        speed = f"{(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else "one token"
-        print(f"[{count} tokens, first after {first - started:.2f} s, {speed}]", file=sys.stderr)
+    def _show_speed(count: int, started: float, times: list[float], reason: str | None) -> None:
+        """A line of tokens and speed; of a stopped answer the pieces that came are counted."""
+        parts = [f"{count} token{'' if count == 1 else 's'}"]
+        if times:
+            parts.append(f"first after {times[0] - started:.2f} s")
+            if count > 1 and (seconds := time.monotonic() - times[0]) > 0:
+                parts.append(f"{(count - 1) / seconds:.1f} tokens/s")
+        ends = {"length": "ended by the limit (--max-tokens, or the context)", "stopped": "stopped"}
+        _note(f"[{', '.join([*parts, *filter(None, [ends.get(reason or '')])])}]")
+
+
+def _note(text: str) -> None:
+    """A dim line beside the conversation, where it disturbs no pipe."""
+    typer.secho(text, err=True, dim=True)
 
 
 def _chat_text(event: Mapping[str, Any]) -> str:
