@@ -83,9 +83,11 @@ class CpuAttention(AttentionBackend):
     @classmethod
     def kv_layout(cls, spec: KVCacheSpec) -> KVLayout:
         """See the module's first lines."""
+        name = "pairs-1" if is_packed(spec) else "hsd-1" if native.library() is None else "columns-1"
         return KVLayout(
-            name="pairs-1" if is_packed(spec) else "hsd-1" if native.library() is None else "columns-1",
-            axes=("kv", "head", "slot", "dim"),
+            name=name,
+            # Kernels store keys by columns or pairs: no axis counts slots then, and nobody may slice by one.
+            axes=("kv", "head", "slot" if name == "hsd-1" else "packed_slot", "dim"),
             shape=(2, spec.num_kv_heads, spec.block_size, spec.head_dim),
             dtype=spec.dtype,
         )
