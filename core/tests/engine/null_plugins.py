@@ -31,8 +31,16 @@ from rabbet.types.outputs import StepResult, TokenLogprobs
 
 VOCAB_SIZE = 300
 FAIL_STEP, FAIL_ROW, EXIT_PROCESS, DEAD_EXECUTOR, BAD_UPDATE = 290, 291, 292, 293, 294
+SYSTEM_EXIT, INTERRUPT, PANIC = 295, 296, 297
 EXIT_STATUS = 7
 END = 256
+
+
+class Panic(BaseException):
+    """What a panic of compiled code looks like: no Exception, and no wish to end the process."""
+
+
+RAISED = {SYSTEM_EXIT: SystemExit(0), INTERRUPT: KeyboardInterrupt(), PANIC: Panic("index out of bounds")}
 
 
 def token_of(prompt: list[int], index: int) -> int:
@@ -75,6 +83,8 @@ class NullRunner:
         return StepResult(step_id=plan.step_id, sampled_token_ids=sampled, failed=failed, logprobs=logprobs)
 
     def _misbehave(self, prompt: list[int], request_id: str, failed: dict[str, str]) -> None:
+        if prompt[0] in RAISED:
+            raise RAISED[prompt[0]]
         if prompt[0] == FAIL_STEP:
             raise RuntimeError("a kernel failed at 0xdeadbeef")
         if prompt[0] == FAIL_ROW:
@@ -105,6 +115,8 @@ class NullExecutor(Executor):
             raise WeightsError("the checkpoint has no tensor 'lm_head.weight'")
         if options.get("exit_load"):
             os._exit(EXIT_STATUS)
+        if options.get("leave_load"):
+            raise SystemExit(0)
         size = self.config.block_size
         spec = KVCacheSpec(
             block_size=size, num_kv_heads=1, head_dim=1, head_dim_v=1, dtype="int8", page_size_bytes=2 * size
@@ -124,7 +136,7 @@ class NullExecutor(Executor):
         future: Future[StepResult] = Future()
         try:
             future.set_result(self.runner.run(plan))
-        except RuntimeError as error:
+        except BaseException as error:  # as a thread pool does
             future.set_exception(error)
         return future
 

@@ -182,6 +182,45 @@ def test_a_dead_executor_is_told_to_everybody(
 
 
 @BOTH
+@pytest.mark.parametrize(("poison", "name"), [("SYSTEM_EXIT", "SystemExit"), ("INTERRUPT", "KeyboardInterrupt")])
+def test_a_plugin_that_wants_the_process_to_end_ends_the_engine_with_a_reason(
+    in_process: bool, poison: str, name: str, null: ModuleType, model_dir: Path, options: dict[str, Any]
+) -> None:
+    with started(config_of(model_dir, options, max_model_len=LONG), in_process=in_process) as (client, inbox):
+        client.add(request_of("long", [1], LONG - 1))
+        inbox.wait(lambda: "long" in inbox.deltas)
+        client.add(request_of("poison", [getattr(null, poison)]))
+        inbox.wait(lambda: bool(inbox.deaths))
+        assert "running step" in str(inbox.deaths[0]) and name in str(inbox.deaths[0])
+        with pytest.raises(EngineDeadError, match=name):
+            client.check_health()
+    assert client.exit_code == (EXIT_DEAD if in_process else None)
+    assert len(inbox.deaths) == 1
+
+
+def test_a_panic_of_compiled_code_is_a_failed_step(null: ModuleType, model_dir: Path, options: dict[str, Any]) -> None:
+    with started(config_of(model_dir, options), in_process=False) as (client, inbox):
+        client.add(request_of("poison", [null.PANIC]))
+        inbox.wait(lambda: inbox.has_end("poison"))
+        assert "Panic" in str(inbox.deltas["poison"][-1].error)
+        client.add(request_of("next", [1]))
+        inbox.wait(lambda: inbox.has_end("next"))
+        assert inbox.tokens("next") == null.tokens_of([1], 5)
+        client.call("check_integrity").result(WAIT_S)
+
+
+@BOTH
+def test_a_plugin_that_wants_the_process_to_end_at_the_start_is_named(
+    in_process: bool, model_dir: Path, options: dict[str, Any]
+) -> None:
+    config = config_of(model_dir, options, additional_config={"leave_load": True})
+    client = make_client(config, is_server=False, log_level="critical", engine_process=in_process)
+    with pytest.raises(EngineDeadError, match="could not start: SystemExit"):
+        client.start()
+    assert client.exit_code == (EXIT_DEAD if in_process else None)
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -19,6 +19,8 @@ class Picky(LogitsProcessor):
     @classmethod
     def validate(cls, sampling: SamplingParams) -> None:
         strength = (sampling.extra_args or {}).get("strength", 0)
+        if strength == -1:
+            sys.exit("not today")
         if strength > 5:
             raise ValueError(f"strength is {strength}, the limit is 5")
 
@@ -43,4 +45,6 @@ def test_a_value_that_a_processor_refuses_is_the_callers_error_and_a_fault_is_th
         assert caught.value.field == "extra_args" and caught.value.status == 400
         with pytest.raises(RequestFailedError, match="own_picky:Picky failed to check the request: TypeError"):
             llm.generate([[1, 2]], SamplingParams(extra_args={"strength": "much"}), use_tqdm=False)
+        with pytest.raises(RequestFailedError, match="own_picky:Picky failed to check the request: SystemExit"):
+            llm.generate([[1, 2]], SamplingParams(extra_args={"strength": -1}), use_tqdm=False)
         assert llm.get_metrics().num_running == 0

@@ -87,16 +87,22 @@ def test_open_requests_end_when_the_engine_does(site: Any, stream: bool, death: 
     assert answer.status_code == (200 if stream else 503) and not INTERNAL.search(answer.text)
 
 
+class Panic(BaseException):
+    """What a panic in a library of compiled code looks like: no Exception."""
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": ["x", "y"]}])
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 def test_our_own_mistakes_show_an_id_and_nothing_else(
-    site: Any, path: str, stream: bool, caplog: pytest.LogCaptureFixture
+    site: Any, path: str, stream: bool, kind: type, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_args: Any, **_more: Any) -> Any:
-        raise RuntimeError("secret prompt of another user in /home/x at 0x7f00deadbeef")
+        raise kind("secret prompt of another user in /home/x at 0x7f00deadbeef")
 
     site.llm.generate = broken
-    answer = site.post(path, {**BODIES[path], "stream": stream})
+    answer = site.post(path, {**BODIES[path], **more, "stream": stream})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (500, "server_error")
     assert "secret" not in answer.text and not INTERNAL.search(answer.text)

@@ -34,7 +34,7 @@ class EngineCore:
 
     What goes wrong for one request ends that request; what goes wrong in a step ends the requests of that step; the
     engine goes on, so that no client can end it by sending what fails. It gives up (``EngineDeadError``) when the
-    executor is gone, or when planning fails again and again with no request to blame.
+    executor is gone, when planning fails again and again with no request to blame, or when a plugin raises SystemExit.
     """
 
     def __init__(self, resolved: ResolvedConfig, *, on_phase: Callable[[str], None] | None = None) -> None:
@@ -109,7 +109,7 @@ class EngineCore:
             self.scheduler.add(request)
         except (ClientError, OverloadedError) as error:
             return self._ledger.passing([_refusal(request_id, error)])
-        except Exception as error:  # noqa: BLE001  the edge to a scheduler plugin: this request fails alone
+        except BaseException as error:  # noqa: BLE001  the edge to a scheduler plugin: this request fails alone
             return self._fail([request_id], "taking in a request", error)
         return []
 
@@ -164,13 +164,13 @@ class EngineCore:
         while len(self._flights) < self._depth:
             try:
                 plan = self.scheduler.schedule()
-            except Exception as error:  # noqa: BLE001  the edge to a scheduler plugin
+            except BaseException as error:  # noqa: BLE001  the edge to a scheduler plugin
                 return self._fail(_culprits(error, self._ledger) or self._ledger.ids(), "planning a step", error)
             if plan is None:
                 break
             try:
                 future = self._executor.execute(plan)
-            except Exception as error:  # noqa: BLE001  the edge to an executor plugin; taken in like a failed step
+            except BaseException as error:  # noqa: BLE001  the edge to an executor plugin; taken in like a failed step
                 future = Future()
                 future.set_exception(error)
             self._flights.append((plan, future))
@@ -182,18 +182,18 @@ class EngineCore:
             result = future.result()
         except EngineDeadError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever a kernel or a plugin raised: the step's requests fail
+        except BaseException as error:  # noqa: BLE001  whatever a kernel or a plugin raised: the step's requests fail
             self._executor.check_health()
             _log_failure(f"running step {plan.step_id}", error)
             message = _shown(error)
             result = StepResult(step_id=plan.step_id, failed=dict.fromkeys(plan.num_scheduled_tokens, message))
         try:
             return self._ledger.passing(self.scheduler.update(plan, result))
-        except Exception as error:  # noqa: BLE001  the edge to a scheduler plugin
+        except BaseException as error:  # noqa: BLE001  the edge to a scheduler plugin
             culprits = _culprits(error, self._ledger) or [i for i in plan.num_scheduled_tokens if i in self._ledger]
             return self._fail(culprits, f"taking in step {plan.step_id}", error)
 
-    def _fail(self, request_ids: Sequence[str], doing: str, error: Exception) -> list[RequestDelta]:
+    def _fail(self, request_ids: Sequence[str], doing: str, error: BaseException) -> list[RequestDelta]:
         """End requests after a failure, and those whose news were lost by it."""
         _log_failure(doing, error)
         message = _shown(error)
@@ -263,16 +263,24 @@ def _refusal(request_id: str, error: ClientError | OverloadedError) -> RequestDe
     )
 
 
-def _culprits(error: Exception, ledger: Ledger) -> list[str]:
+def _culprits(error: BaseException, ledger: Ledger) -> list[str]:
     """The request that an exception names (``ServerError.request_id``), if it is open."""
     request_id = getattr(error, "request_id", None)
     return [request_id] if isinstance(request_id, str) and request_id in ledger else []
 
 
-def _log_failure(doing: str, error: Exception) -> None:
+def _log_failure(doing: str, error: BaseException) -> None:
+    """Log a failure, whatever a plugin raised, a panic of compiled code among it.
+
+    Raises:
+        EngineDeadError: If a plugin wants the process to end (``sys.exit``). It does, but not without a reason: signals
+            are the front's affair, so these exceptions come from code and from nothing else.
+    """
     logger.error("%s failed (%s); its requests end with an error", doing, type(error).__name__, exc_info=error)
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        raise EngineDeadError(f"{doing}: a plugin raised {type(error).__name__}({error})") from error
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     """What the client may read: the kind of failure, none of its details."""
     return f"the engine failed while computing this request ({type(error).__name__}); see its log"

@@ -9,6 +9,7 @@ import msgspec
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.types.outputs import RequestDelta
 from rabbet.types.request import EngineRequest
+from rabbet.worker.child import StartMessage
 
 __all__ = [
     "Abort",
@@ -37,25 +38,17 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     """Base: positional fields behind the class's name."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """First bytes on the engine's standard input.
+class Start(StartMessage, frozen=True, kw_only=True):
+    """What the engine is told first.
 
     Attributes:
         config: ``EngineConfig`` as plain values.
         is_server: Online or offline defaults.
-        socket_dir: Private directory with the sockets.
-        modules: Modules whose decorators staged plugins in the front process.
-        path: ``sys.path`` of the front process, so that these modules are found.
-        parent_pid: The front process, so that the engine notices if it died before the engine could watch it.
         log_level: Least severe level that is logged.
     """
 
     config: dict[str, Any]
     is_server: bool
-    socket_dir: str
-    modules: list[str]
-    path: list[str]
-    parent_pid: int
     log_level: str = "info"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -11,7 +10,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from rabbet.config.resolved import resolved_from_bytes
@@ -19,8 +17,10 @@ from rabbet.config.schema import EngineConfig
 from rabbet.contracts.registration import staged_registrations
 from rabbet.engine.client import EngineClient
 from rabbet.engine.messages import Heartbeat, Ready, Shutdown, Start, ToEngine, decode_from_engine, encode
-from rabbet.engine.transport import Receiver, SocketDirectory, connect
+from rabbet.engine.transport import Receiver, connect
 from rabbet.errors import ConfigError, EngineDeadError, InvalidRequestError
+from rabbet.worker.child import spawn
+from rabbet.worker.directory import SocketDirectory
 
 __all__ = ["ProcessEngineClient"]
 
@@ -30,8 +30,6 @@ _EXIT_WAIT_S = 10.0
 _KILL_WAIT_S = 0.5
 # Core's own, and one-file plugins, which the engine loads by path.
 _FOUND_BY_ITSELF = ("rabbet.", "rabbet_file_")
-# -P: a file in the current directory must not shadow a module of the engine.
-_COMMAND = ("-P", "-m", "rabbet.engine.process")
 
 
 class ProcessEngineClient(EngineClient):
@@ -81,7 +79,7 @@ class ProcessEngineClient(EngineClient):
         self._started.set()
         try:
             self._read(self._process)
-        except Exception as error:  # nobody would hear of the engine any more
+        except BaseException as error:  # nobody would hear of the engine any more
             logger.exception("reading from the engine failed")
             self._die(EngineDeadError(f"reading from the engine failed: {type(error).__name__}"))
 
@@ -92,18 +90,9 @@ class ProcessEngineClient(EngineClient):
             socket_dir=str(self._directory.path),
             modules=self._modules,
             path=[path or str(Path.cwd()) for path in sys.path],
-            parent_pid=os.getpid(),
             log_level=self._log_level,
         )
-        data = msgspec.msgpack.encode(message)
-        process = subprocess.Popen([sys.executable, *_COMMAND], stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(len(data).to_bytes(8, "little") + data)
-            process.stdin.flush()
-        except BrokenPipeError:
-            logger.debug("the engine process ended before it read its configuration")
-        return process
+        return spawn("rabbet.engine.process", message)
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         """Until the engine is ready, and each of the three connections has carried a message."""

@@ -39,7 +39,7 @@ class ThreadEngineClient(EngineClient):
             self._engine_loop = EngineLoop(core, self._receive, self._handle)
             self._started.set()
             self._engine_loop.run()
-        except Exception as error:  # noqa: BLE001  the edge of the thread
+        except BaseException as error:  # noqa: BLE001  the edge of the thread
             failed, _ = failure_of(error)
             if self._started.is_set():
                 self._die(EngineDeadError(f"the engine failed: {failed.message}"))

@@ -1,53 +1,22 @@
-"""Sockets between front and engine: unix sockets in a directory that only this user can enter."""
+"""Sockets between front and engine, and what is read from them."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import zmq
 
 from rabbet.engine.messages import MAX_MESSAGE_BYTES
-from rabbet.errors import ClientError, ConfigError
+from rabbet.errors import ClientError
 
-__all__ = ["Receiver", "SocketDirectory", "connect"]
+__all__ = ["Receiver", "connect"]
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-# The kernel's limit on a unix socket's path is 107 bytes.
-_MAX_PATH_BYTES = 107
-_LONGEST_NAME = "from-engine"
 _LINGER_MS = 1000
-
-
-class SocketDirectory:
-    """A private directory (0700) for sockets; removed by ``close``.
-
-    It is needed only until both sides are connected: removing it then leaves nothing behind when a process is killed,
-    and nothing for others to connect to.
-    """
-
-    def __init__(self) -> None:
-        try:
-            self.path = Path(tempfile.mkdtemp(prefix="rabbet-"))
-            if len(bytes(self.path / _LONGEST_NAME)) > _MAX_PATH_BYTES:
-                self.path.rmdir()
-                self.path = Path(tempfile.mkdtemp(prefix="rabbet-", dir="/tmp"))
-        except OSError as error:
-            raise ConfigError(f"no directory for the engine's sockets can be made: {error}; set TMPDIR") from error
-
-    def address(self, name: str) -> str:
-        """The address of a socket in it."""
-        return f"ipc://{self.path / name}"
-
-    def close(self) -> None:
-        """Remove it; idempotent. Connections stay."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:

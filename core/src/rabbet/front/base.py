@@ -279,7 +279,9 @@ class FrontBase:
             return False
         try:
             return tracked.state.feed(index, delta)
-        except Exception as error:  # a tokenizer that fails on some ids must not end the others' streams
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a tokenizer that fails or panics on some ids must not end the others' streams
             logger.exception("reading the output of request %s failed", tracked.state.request_id)
             tracked.state.fail(index, f"the output could not be turned into text ({type(error).__name__})")
             return delta.finish_reason is None

@@ -262,7 +262,7 @@ class Processor:
                 raise
             except ValueError as error:
                 raise InvalidRequestError(f"the logits processor {name}: {error}", field="extra_args") from error
-            except Exception as error:  # the edge of the plugin
+            except BaseException as error:  # the edge of the plugin
                 told = f"the logits processor {name} failed to check the request: {type(error).__name__}"
                 raise RequestFailedError(told, plugin=f"logits_processor/{name}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -86,7 +87,9 @@ def _add_api(app: FastAPI, state: ServerState) -> None:
         async def route(request: Request) -> Response:
             try:
                 return await handler(request, state)
-            except Exception as error:  # noqa: BLE001  the edge to the client: described, logged, answered
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001  the edge to the client: described, logged, answered
                 return from_exception(error)
 
         route.__doc__ = handler.__doc__

@@ -76,7 +76,7 @@ def error_response(
     return json_response(error_body(message, status=status, param=param, code=code), status, headers)
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, body and headers of an exception; of a group from several prompts, the first one's."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
@@ -100,7 +100,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     return 500, error_body(f"internal error; its id in the server's log is {error_id}", status=500), {}
 
 
-def from_exception(error: Exception) -> Response:
+def from_exception(error: BaseException) -> Response:
     """The response for an exception."""
     status, body, headers = describe(error)
     return json_response(body, status, headers)

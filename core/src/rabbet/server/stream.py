@@ -84,7 +84,9 @@ class EventStream(Response):
         try:
             async for content in self._events:
                 await self._write(send, content)
-        except Exception as error:  # this is the edge to the client
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # this is the edge to the client
             if not self._is_started:
                 self._is_ending = True
                 await from_exception(error)(scope, receive, send)
@@ -119,7 +121,7 @@ async def merge(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[t
             async for item in only:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, _T] | BaseException | None] = asyncio.Queue()
 
     async def pump(number: int, source: AsyncGenerator[_T, None]) -> None:
         try:
@@ -127,7 +129,9 @@ async def merge(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[t
                 async for item in items:
                     queue.put_nowait((number, item))
             queue.put_nowait(None)
-        except Exception as error:  # handed to the one who reads
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # handed to the one who reads
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]
@@ -137,7 +141,7 @@ async def merge(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[t
             news = await queue.get()
             if news is None:
                 left -= 1
-            elif isinstance(news, Exception):
+            elif isinstance(news, BaseException):
                 raise news
             else:
                 yield news
