@@ -1,4 +1,5 @@
 """pytest's side of the suites: outcomes of their own, expected failures, child processes, stand-alone scripts, a report.
+And the fixtures of the fakes.
 
 Loaded by pytest through its entry point wherever the SDK is installed; touches only classes of the suites.
 """
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["SEED"]
+from rabbet_sdk.fixtures import fake_dist, faulty_store, null_platform, scripted_proposer, tiny_engine
+
+__all__ = ["SEED", "fake_dist", "faulty_store", "null_platform", "scripted_proposer", "tiny_engine"]
 
 SEED = 20260101
 _CHILDREN = pytest.StashKey[Any]()
