@@ -38,6 +38,8 @@ FAILURES = {
     "port in use": Failure(("{tiny}", "--port", "{port}"), EXIT_FAILED, ("127.0.0.1:{port}", "in use", "--port")),
     "no model given": Failure((), EXIT_CONFIG, ("rabbet serve MODEL",)),
     "missing model": Failure(("{root}/none",), EXIT_FAILED, ("'{root}/none'", "check the path")),
+    "mistyped short name": Failure(("smolm2", "--offline"), EXIT_FAILED, ("smolm2", "hub cache", "did you mean 'smollm2'?")),
+    "flag without dashes": Failure(("{tiny}", "max-model-len", "64"), EXIT_CONFIG, ("stands alone", "did you mean --max-model-len?")),
     "unknown backend": Failure(
         ("{tiny}", "--attention-backend", "cpuu"), EXIT_CONFIG, ("--attention-backend", "'cpuu'", "did you mean cpu?")
     ),

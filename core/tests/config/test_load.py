@@ -69,7 +69,10 @@ def test_two_variables_for_one_field_are_named() -> None:
 def test_an_unknown_variable_warns_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert parse("", {"RABBET_MAX_MODL_LEN": "3"}) == parse("")
-    assert "RABBET_MAX_MODL_LEN" in caplog.text and "max-model-len" in caplog.text
+        assert parse("", {"RABBET_PROT": "3", "RABBET_CACHE_CONFIG__BLOK_SIZE": "8"}) == parse("")
+    assert "no option RABBET_MAX_MODL_LEN; did you mean RABBET_MAX_MODEL_LEN" in caplog.text
+    assert "no option RABBET_PROT; did you mean RABBET_PORT?" in caplog.text
+    assert "cache has no option 'blok-size'; did you mean block_size?" in caplog.text
 
 
 def test_a_bad_value_in_a_variable_names_the_variable() -> None:
@@ -181,6 +184,9 @@ def test_row_20_spellings_of_lists(text: str, sizes: list[int]) -> None:
         ("--model x", "MODEL and --model set the same"),
         ("-tp 2 --parallel-config.tensor_parallel_size=2", "--tensor-parallel-size and --parallel-config"),
         ("other", "'other' stands alone"),
+        ("max-model-len 4096", "'max-model-len' stands alone.*; did you mean --max-model-len\\?$"),
+        ("max_model_len=4096", "stands alone.*; did you mean --max-model-len\\?$"),
+        ("4096", "'4096' stands alone; a list is written with commas, a value behind its flag$"),
         ("--served-model-name a b", "'b' stands alone; a list is written with commas"),
         ("--config a --config b", "--config is given twice"),
         ("--attention-config {\"backend\":\"a\",\"backend\":\"b\"}", "has the key 'backend' twice"),

@@ -106,3 +106,34 @@ def test_weights_format_that_fails_is_passed_over_by_auto_with_one_warning(
     assert len(warnings) == 1 and "weights/dummy" in warnings[0] and "libmissing.so.1" in warnings[0]
     with pytest.raises(PluginPolicyError, match="weights/dummy.*--plugins-strict"):
         run(tmp_path, load_format="auto", plugins_strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "load_format", "hint"),
+    [
+        ("tiny-strorm", "auto", "; did you mean 'tiny-storm'?"),
+        ("tiny-strorm", "safetensors", ""),
+        ("tiny-storm", "auto", ""),
+        ("entirely/else", "auto", ""),
+    ],
+)
+def test_a_mistyped_short_name_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, load_format: str, hint: str
+) -> None:
+    """``tiny-storm`` is what a format provides that only says so in its manifest."""
+    package, info = tmp_path / "acme_storm", tmp_path / "acme_storm-1.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text("")
+    table = 'kind = "weights"\nname = "storm"\ncontract = ">=1.0,<2"\n[provides.claims]\nmodels = ["tiny-storm"]\n'
+    (package / "rabbet.toml").write_text(f"schema = 1\n[[provides]]\n{table}")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-storm\nVersion: 1.0\n")
+    points = "[rabbet.weights]\nstorm = acme_storm:Storm\n[rabbet.manifest]\nacme-storm = acme_storm:rabbet.toml\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = engine_config_from_kwargs(name, load_format=load_format, offline=True, download_dir=str(tmp_path / "hub"))
+    with pytest.raises(WeightsError) as caught:
+        resolve(config, is_server=True)
+    text = str(caught.value)
+    assert text.endswith(hint) and name in text and ("did you mean" in text) == bool(hint)

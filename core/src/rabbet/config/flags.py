@@ -11,7 +11,9 @@ from typing import Any, get_type_hints
 from rabbet._util.text import kinds_of
 from rabbet.config import schema
 
-__all__ = ["ALIASES", "SHORT", "Flag", "fields", "flags", "sections"]
+__all__ = ["ALIASES", "PREFIX", "SHORT", "Flag", "fields", "flags", "sections", "variable_of"]
+
+PREFIX = "RABBET_"
 
 _NESTED_ONLY = ("attention", "speculative", "kv_transfer", "kv_events", "structured_outputs", "compilation", "plugins")
 """Sections whose fields have no flag of their own, only ``--NAME-config.field``."""
@@ -81,13 +83,18 @@ class Flag:
 
     @property
     def environment(self) -> str:
-        """Name of the variable that sets it: a dash is an underscore, a dot is two."""
-        return "RABBET_" + self.name.upper().replace("-", "_").replace(".", "__")
+        """Name of the variable that sets it."""
+        return variable_of(self.name)
 
     @property
     def is_switch(self) -> bool:
         """Whether it takes no value: ``--x`` and ``--no-x``."""
         return bool in kinds_of(self.annotation)
+
+
+def variable_of(name: str) -> str:
+    """Name of the environment variable for a flag's name: a dash is an underscore, a dot is two."""
+    return PREFIX + name.upper().replace("-", "_").replace(".", "__")
 
 
 @cache

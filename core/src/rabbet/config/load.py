@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from rabbet._util.text import json_with_sizes, kinds_of, parse_text, scalar
 from rabbet.config.check import check_conflicts
-from rabbet.config.flags import SHORT, Flag, fields, flags, sections
+from rabbet.config.flags import PREFIX, SHORT, Flag, fields, flags, sections, variable_of
 from rabbet.config.removed import NO_EFFECT, NOT_YET, REMOVED, REMOVED_VALUES
 from rabbet.config.schema import EngineConfig, ServerConfig
 from rabbet.config.source import Place, Setting, Source, merge, nest
@@ -28,7 +28,6 @@ from rabbet.errors import ConfigError, RemovedOptionError, shorten
 __all__ = ["engine_config_from_kwargs", "is_debug", "parse_configs"]
 
 logger = logging.getLogger(__name__)
-_PREFIX = "RABBET_"
 _NOT_OPTIONS = {"RABBET_TEST_VENV", "RABBET_VENV"}
 _TRUE = ("1", "true", "yes", "on")
 
@@ -150,7 +149,8 @@ def _find(name: str, spelling: str) -> tuple[Place, Flag | None]:
         flag = flags().get(head.replace("_", "-"))
     if flag is None or not all(keys) or (keys and dict not in kinds_of(flag.annotation)):
         known = [*flags(), *(f"{known.replace('_', '-')}-config" for known in sections()), "config"]
-        raise ConfigError(f"there is no option {spelling}{_did_you_mean(normal, known)}; see rabbet serve --help")
+        shown = variable_of if spelling.startswith(PREFIX) else str
+        raise ConfigError(f"there is no option {spelling}{_did_you_mean(normal, known, shown)}; see rabbet serve --help")
     return (*flag.place, *keys), flag
 
 
@@ -169,12 +169,12 @@ def _refuse_removed(name: str, spelling: str) -> None:
             raise ConfigError(f"{spelling} is not possible in this release; leave it out: {lack}", field=known)
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def _did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
     # Here, because the registry costs 50 ms that nobody needs who makes no mistake.
     from rabbet.registry.names import nearest
 
     close = nearest(name, known)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"; did you mean {' or '.join(map(shown, close))}?" if close else ""
 
 
 def _from_flags(arguments: Sequence[str]) -> tuple[Source, str | None]:
@@ -185,8 +185,12 @@ def _from_flags(arguments: Sequence[str]) -> tuple[Source, str | None]:
     while rest:
         token = rest.pop(0)
         if not token.startswith("-") or token == "-":
-            if ("model", "model") in source.settings:
-                raise ConfigError(f"{token!r} stands alone; a list is written with commas, a value behind its flag")
+            if (model := source.settings.get(("model", "model"))) is not None:
+                words = [word.partition("=")[0].replace("_", "-") for word in (token, str(model.value))]
+                meant = [f"; did you mean --{word}?" for word in words if word in flags()]
+                raise ConfigError(
+                    f"{token!r} stands alone; a list is written with commas, a value behind its flag{''.join(meant[:1])}"
+                )
             source.set(("model", "model"), token, "MODEL")
             continue
         name, equals, value = token.partition("=")
@@ -248,12 +252,12 @@ def _value(name: str, given: str | None, rest: list[str]) -> str:
 def _from_environment(environment: Mapping[str, str]) -> Source:
     source = Source()
     for variable, text in environment.items():
-        if not variable.startswith(_PREFIX) or variable in _NOT_OPTIONS | {"RABBET_CONFIG"}:
+        if not variable.startswith(PREFIX) or variable in _NOT_OPTIONS | {"RABBET_CONFIG"}:
             continue
         if variable.startswith("RABBET_QUICKSTART_") or text.startswith("tcp://"):
             # Kubernetes gives each pod RABBET_PORT=tcp://... if a service is called rabbet.
             continue
-        name = variable.removeprefix(_PREFIX).casefold().replace("__", ".").replace("_", "-")
+        name = variable.removeprefix(PREFIX).casefold().replace("__", ".").replace("_", "-")
         try:
             _find(name, variable)
         except ConfigError as error:

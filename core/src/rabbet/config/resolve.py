@@ -29,6 +29,7 @@ from rabbet.contracts.weights import ModelFiles, ResolveQuery
 from rabbet.errors import ConfigError, PluginLoadError, PluginPolicyError, UnknownPluginError, WeightsError
 from rabbet.registry import Catalog, Composition, Decision, PluginPolicy, compose, select
 from rabbet.registry.loader import ask
+from rabbet.registry.names import nearest
 from rabbet.registry.select import pass_over
 
 __all__ = ["FALLBACK_ARCHITECTURE", "policy_of", "resolve"]
@@ -232,6 +233,7 @@ def _platform(resolver: _Resolver, world_size: int) -> tuple[type[Platform], Dev
 
 
 def _files(resolver: _Resolver) -> ModelFiles:
+    """The model on disk. What is not found may be a mistyped short name: formats list theirs as the claim ``models``."""
     config = resolver.config
     query = ResolveQuery(
         model=config.model.model,
@@ -240,6 +242,20 @@ def _files(resolver: _Resolver) -> ModelFiles:
         is_offline=config.load.is_offline,
     )
     name = config.load.load_format
+    try:
+        return _found(resolver, query, name)
+    except WeightsError as error:
+        formats = [entry for entry in resolver.catalog.of_kind("weights") if name in ("auto", entry.name)]
+        known = [str(item) for entry in formats if entry.provided for item in entry.provided.claims.get("models", ())]
+        close = nearest(query.model, known)
+        # Path.exists would fail on a name that is too long.
+        if not close or query.model in known or os.path.exists(query.model):  # noqa: PTH110
+            raise
+        message = f"{error}; did you mean {' or '.join(map(repr, close))}?"
+        raise WeightsError(message, file=error.file, tensor=error.tensor) from error
+
+
+def _found(resolver: _Resolver, query: ResolveQuery, name: str) -> ModelFiles:
     if name != "auto":
         return resolver.choose("weights", name, asked_by="--load-format").resolve(query)  # type: ignore[no-any-return]
     names = resolver.catalog.names("weights")

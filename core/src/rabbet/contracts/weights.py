@@ -67,7 +67,8 @@ class TensorInfo:
 class WeightFormat(ABC):
     """A checkpoint format.
 
-    ``matches`` and ``resolve`` run in the front process and import no torch; ``tensors`` runs in each worker.
+    ``matches`` and ``resolve`` run in the front process and import no torch; ``tensors`` runs in each worker. Short names
+    of models that a format provides stand in its manifest, as the claim ``models``, so that a mistyped one is recognised.
     """
 
     @classmethod
