@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from rabbet_sdk.conformance import ProposerConformance
-from rabbet_sdk.conformance.proposer import _assert_drawn_from
 from rabbet_sdk.fakes.dist import write_distribution
 from rabbet_sdk.fakes.proposers import HEAD_VOCABULARY, ScriptedProposer
 
@@ -65,12 +64,3 @@ def test_scripted_proposer_follows_its_script(scripted: Any) -> None:
     )  # fmt: skip
     assert scripted.propose(batch).token_ids == [[6, 7], []]
     assert scripted.seen == [("a", 3), ("b", 1)]
-
-
-def test_chi_square_by_hand() -> None:
-    expected = torch.tensor([50.0, 50.0], dtype=torch.float64)
-    _assert_drawn_from(torch.tensor([60.0, 40.0]), expected, "χ² is 4")
-    with pytest.raises(AssertionError, match="χ² is 16"):
-        _assert_drawn_from(torch.tensor([70.0, 30.0]), expected, "χ² is 16")
-    with pytest.raises(AssertionError, match="q expects"):
-        _assert_drawn_from(torch.tensor([50.0, 50.0, 40.0]), torch.tensor([50.0, 50.0, 0.5]), "tail")

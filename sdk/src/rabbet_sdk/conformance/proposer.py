@@ -9,7 +9,6 @@ Shapes: B requests, T tokens, N hidden size, V vocabulary, k drafts.
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +22,9 @@ from rabbet_sdk.conformance.base import SupportsConformance
 from rabbet_sdk.conformance.cases import Case, Claims, cases
 from rabbet_sdk.conformance.outcome import level
 from rabbet_sdk.conformance.subject import Subject
+from rabbet_sdk.oracles.sampling import assert_drawn_from
 
 __all__ = ["ProposerConformance"]
-
-_CHI_SQUARE_SIGMAS = 6.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,17 +334,4 @@ class ProposerConformance(SupportsConformance):
                 assert all(ids == drafts[0] for ids in drafts), "drafts vary with the seed, but no q is reported"
                 continue
             for j in range(k):
-                _assert_drawn_from(seen[j], expected[j], f"temperature {temperature}, draft {j}")
-
-
-def _assert_drawn_from(seen: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """χ² of counts [V]; cells below 5 expected are one cell. The limit is ~6 standard deviations."""
-    large = expected >= 5
-    cells = [(float(s), float(e)) for s, e in zip(seen[large], expected[large], strict=True)]
-    rest = float(seen[~large].sum()), float(expected[~large].sum())
-    cells += [rest] if rest[1] >= 5 else []
-    assert rest[1] >= 5 or rest[0] <= 5 + 6 * math.sqrt(5), f"{what}: {rest[0]:g} draws where q expects {rest[1]:.2g}"
-    statistic = sum((s - e) ** 2 / e for s, e in cells)
-    degrees = max(len(cells) - 1, 1)
-    limit = degrees + _CHI_SQUARE_SIGMAS * math.sqrt(2 * degrees)
-    assert statistic <= limit, f"{what}: χ² is {statistic:.1f}, the limit {limit:.1f}: drafts do not follow q"
+                assert_drawn_from(seen[j], expected[j], f"temperature {temperature}, draft {j}")
