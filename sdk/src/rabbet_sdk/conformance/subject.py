@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -113,8 +113,8 @@ def find_entry(plugin: str) -> Entry:
 
 @cache
 def load_subject(plugin: str) -> Subject:
-    """Find and import a plugin."""
-    entry = find_entry(plugin)
+    """Find and import a plugin; under ``RABBET_CHECK_PLUGINS=1`` in its checked form, as in an engine."""
+    entry = replace(find_entry(plugin), is_checked=os.environ.get("RABBET_CHECK_PLUGINS", "") not in ("", "0", "false"))
     assert entry.provided is not None
     return Subject(entry=entry, plugin_class=load_entry(entry), claims=Claims(entry.provided.claims))
 

@@ -80,7 +80,7 @@ def _consecutive(self: Any, batch: Any) -> Any:
 
 def _moves_lengths(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
     _plain(self, layer, q, k, v, cache, metadata, out)
-    metadata.positions += 1
+    metadata.positions.add_(1)  # += would also assign to the frozen batch, which raises
 
 
 def _rotates_in_place(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
