@@ -81,6 +81,38 @@ def test_row_49_quantization_is_checked_against_the_checkpoint(tmp_path: Path) -
         run(tmp_path, changes=changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"quant_method": "acme4"}}, "needs quantization 'acme4': pip install acme-quant"),
+        ({"architectures": ["AcmeForCausalLM"]}, "needs model 'AcmeForCausalLM': pip install acme-model"),
+    ],
+)
+def test_missing_parts_are_told_from_config_json_before_any_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    """No weights are there, and of a hub name only config.json was asked for: so nothing else was looked at."""
+    import huggingface_hub
+
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], **_options: Any) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    known = {("quantization", "acme4"): "acme-quant", ("model", "AcmeForCausalLM"): "acme-model"}
+    monkeypatch.setattr(
+        "rabbet.registry.catalog.install_hint", lambda kind, name, *_: f"pip install {known[kind, name]}"
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    directory = model(tmp_path, **changes)
+    for name in (directory, "acme/model-4bit"):
+        config = engine_config_from_kwargs(name, model_impl="native", load_format="safetensors")
+        with pytest.raises(UnknownPluginError, match=words):
+            resolve(config, is_server=True)
+    assert asked == [["config.json"]]
+
+
 def test_missing_model_and_missing_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="neither a directory"):
         resolve(engine_config_from_kwargs(str(tmp_path / "none")), is_server=True)

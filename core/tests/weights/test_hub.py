@@ -54,6 +54,16 @@ def test_download_passes_revision_cache_and_patterns(tmp_path: Path, monkeypatch
     assert "*.safetensors" not in hub.asked["allow_patterns"]
 
 
+def test_config_alone_is_fetched_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"]}))
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert SafetensorsFormat.peek(ResolveQuery(model="org/name", revision="abc")) == {"architectures": ["X"]}
+    assert (hub.asked["allow_patterns"], hub.asked["revision"]) == (["config.json"], "abc")
+    hub.asked = {}
+    assert SafetensorsFormat.peek(ResolveQuery(model=str(tmp_path))) == {"architectures": ["X"]} and not hub.asked
+
+
 @pytest.mark.parametrize(
     ("error", "is_offline", "words"),
     [

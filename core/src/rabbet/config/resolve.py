@@ -25,7 +25,7 @@ from rabbet.contracts.linear import LinearQuery, MoEQuery
 from rabbet.contracts.model import ModelQuery
 from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery, SupportsGraphs
 from rabbet.contracts.quantization import QuantizationQuery
-from rabbet.contracts.weights import ModelFiles, ResolveQuery
+from rabbet.contracts.weights import ModelFiles, ResolveQuery, WeightFormat
 from rabbet.errors import ConfigError, PluginLoadError, PluginPolicyError, UnknownPluginError, WeightsError
 from rabbet.registry import Catalog, Composition, Decision, PluginPolicy, compose, select
 from rabbet.registry.loader import ask
@@ -257,7 +257,7 @@ def _files(resolver: _Resolver) -> ModelFiles:
 
 def _found(resolver: _Resolver, query: ResolveQuery, name: str) -> ModelFiles:
     if name != "auto":
-        return resolver.choose("weights", name, asked_by="--load-format").resolve(query)  # type: ignore[no-any-return]
+        return _read(resolver, query, resolver.choose("weights", name, asked_by="--load-format"))
     names = resolver.catalog.names("weights")
     for candidate in names:
         try:
@@ -266,16 +266,39 @@ def _found(resolver: _Resolver, query: ResolveQuery, name: str) -> ModelFiles:
             pass_over(resolver.catalog, str(error), kind="weights", name=candidate)
             continue
         if is_match:
-            return resolver.choose("weights", candidate, asked_by="auto").resolve(query)  # type: ignore[no-any-return]
+            return _read(resolver, query, resolver.choose("weights", candidate, asked_by="auto"))
     raise WeightsError(
         f"{query.model!r} is neither a directory with a config.json, nor a checkpoint file, nor a hub name that the "
         f"installed formats ({', '.join(names) or 'none'}) know; check the path"
     )
 
 
+def _read(resolver: _Resolver, query: ResolveQuery, weight_format: type[WeightFormat]) -> ModelFiles:
+    """The model on disk; plugins that its config.json needs are looked for before any weights are fetched or read."""
+    config = weight_format.peek(query)
+    if config is not None and config.get("architectures"):
+        hf = {**config, **resolver.config.model.hf_overrides}
+        resolver.catalog.find("model", _architecture(resolver, hf)[0])
+        _quantization_name(resolver, hf)
+    return weight_format.resolve(query)
+
+
 def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> str:
     """The plugin for the first architecture that has one, else the fallback, else an error that names both."""
     config = resolver.config
+    name, architecture = _architecture(resolver, hf)
+    query = ModelQuery(
+        architecture=architecture,
+        config=dict(hf),
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+    )
+    resolver.choose("model", name, query, asked_by="architectures in config.json")
+    return name
+
+
+def _architecture(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str, str]:
+    """Name of the plugin to ask for, and the checkpoint's first architecture."""
     architectures = hf.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise ConfigError(
@@ -283,19 +306,11 @@ def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> str:
             field="model",
         )
     installed = resolver.catalog.names("model")
-    impl = config.model.model_impl
+    impl = resolver.config.model.model_impl
     wanted = [name for name in architectures if name in installed] if impl != "transformers" else []
     if not wanted and FALLBACK_ARCHITECTURE in installed and impl in ("auto", "transformers"):
         wanted = [FALLBACK_ARCHITECTURE]
-    name: str = wanted[0] if wanted else architectures[0]
-    query = ModelQuery(
-        architecture=architectures[0],
-        config=dict(hf),
-        tensor_parallel_size=config.parallel.tensor_parallel_size,
-        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
-    )
-    resolver.choose("model", name, query, asked_by="architectures in config.json")
-    return name
+    return (wanted or architectures)[0], architectures[0]
 
 
 def _dtype(config: EngineConfig, hf: Mapping[str, Any], platform: type[Platform]) -> str:
@@ -306,38 +321,42 @@ def _dtype(config: EngineConfig, hf: Mapping[str, Any], platform: type[Platform]
     return platform.default_dtype(stored if stored in PLAIN_DTYPES else "float32")
 
 
-def _quantization(
-    resolver: _Resolver, hf: Mapping[str, Any], platform: type[Platform], device: DeviceInfo, dtype: str
-) -> str | None:
-    config = resolver.config
-    raw = hf.get("quantization_config")
+def _quantization_name(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The method that is needed, which is installed, and who asks for it."""
+    raw, asked = hf.get("quantization_config"), resolver.config.model.quantization
     stored = str(raw.get("quant_method", "")) if isinstance(raw, Mapping) else ""
-    asked = config.model.quantization
     if asked and stored and asked.replace("-", "_") != stored.replace("-", "_"):
         raise ConfigError(
             f"--quantization is {asked!r}, but the checkpoint was quantised with {stored!r}; leave the option out",
             field="quantization",
         )
-    name = asked or stored
-    if not name:
+    name = asked or stored or None
+    try:
+        if name is not None:
+            resolver.catalog.find("quantization", name)
+    except UnknownPluginError as error:
+        if asked:
+            raise
+        told = f"the checkpoint needs the quantization method {name!r}, which no installed plugin provides. {error}"
+        raise UnknownPluginError(told, kind="quantization", name=name) from error
+    return name, "--quantization" if asked else "the checkpoint"
+
+
+def _quantization(
+    resolver: _Resolver, hf: Mapping[str, Any], platform: type[Platform], device: DeviceInfo, dtype: str
+) -> str | None:
+    name, asked_by = _quantization_name(resolver, hf)
+    if name is None:
         return None
+    raw = hf.get("quantization_config")
     query = QuantizationQuery(
         device_type=platform.device_type,
         arch=device.arch,
         dtype=dtype,
-        kv_cache_dtype=config.cache.kv_cache_dtype,
+        kv_cache_dtype=resolver.config.cache.kv_cache_dtype,
         raw_config=raw if isinstance(raw, Mapping) else None,
     )
-    try:
-        resolver.choose("quantization", name, query, asked_by="--quantization" if asked else "the checkpoint")
-    except UnknownPluginError as error:
-        raise UnknownPluginError(
-            f"the checkpoint needs the quantization method {name!r}, which no installed plugin provides. {error}"
-            if not asked
-            else str(error),
-            kind="quantization",
-            name=name,
-        ) from error
+    resolver.choose("quantization", name, query, asked_by=asked_by)
     return resolver.decisions[-1].name
 
 

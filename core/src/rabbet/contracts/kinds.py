@@ -45,7 +45,11 @@ _ALL = (
         verbatim=True,
     ),
     Kind(
-        name="weights", group="rabbet.weights", base="rabbet.contracts.weights:WeightFormat", chosen_by="--load-format"
+        name="weights",
+        group="rabbet.weights",
+        base="rabbet.contracts.weights:WeightFormat",
+        chosen_by="--load-format",
+        version="1.1",
     ),
     Kind(
         name="quantization",

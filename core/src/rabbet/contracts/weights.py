@@ -67,7 +67,7 @@ class TensorInfo:
 class WeightFormat(ABC):
     """A checkpoint format.
 
-    ``matches`` and ``resolve`` run in the front process and import no torch; ``tensors`` runs in each worker. Short names
+    ``matches``, ``peek`` and ``resolve`` run in the front process and import no torch; ``tensors`` runs in each worker. Short names
     of models that a format provides stand in its manifest, as the claim ``models``, so that a mistyped one is recognised.
     """
 
@@ -75,6 +75,16 @@ class WeightFormat(ABC):
     @abstractmethod
     def matches(cls, query: ResolveQuery) -> bool:
         """Whether this format recognises the model, without network. The first match in priority order wins."""
+
+    @classmethod
+    def peek(cls, query: ResolveQuery) -> Mapping[str, Any] | None:
+        """config.json alone, fetched if need be, so that plugins which it needs are missed before any weights are
+        fetched or read; None where that is as dear as ``resolve``. Since 1.1.
+
+        Raises:
+            rabbet.errors.WeightsError: Naming what is corrupt or cannot be fetched.
+        """
+        return None
 
     @classmethod
     @abstractmethod

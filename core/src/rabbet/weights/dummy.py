@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rabbet.contracts import register_weight_format
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, TensorInfo, WeightFormat
-from rabbet.weights.hub import model_directory, model_name, read_model_files
+from rabbet.weights.hub import model_directory, model_name, peek_config, read_model_files
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,11 @@ class DummyFormat(WeightFormat):
     def matches(cls, query: ResolveQuery) -> bool:
         """Never: noise is served on request only."""
         return False
+
+    @classmethod
+    def peek(cls, query: ResolveQuery) -> dict[str, Any] | None:
+        """See ``WeightFormat``."""
+        return peek_config(query)
 
     @classmethod
     def resolve(cls, query: ResolveQuery) -> ModelFiles:

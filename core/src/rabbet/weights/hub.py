@@ -10,7 +10,15 @@ from typing import Any
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
 from rabbet.errors import WeightsError, shorten
 
-__all__ = ["find_directory", "is_hub_name", "model_directory", "model_name", "read_json", "read_model_files"]
+__all__ = [
+    "find_directory",
+    "is_hub_name",
+    "model_directory",
+    "model_name",
+    "peek_config",
+    "read_json",
+    "read_model_files",
+]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -42,6 +50,19 @@ def model_name(model: str) -> str:
     return model if directory is None else directory.name or model
 
 
+def peek_config(query: ResolveQuery) -> dict[str, Any] | None:
+    """config.json alone, of a directory or fetched for a hub name; None where there is none.
+
+    Raises:
+        WeightsError: If it is not readable, or the hub has no answer.
+    """
+    directory = find_directory(query.model)
+    if directory is None and is_hub_name(query.model):
+        directory = _asked(query, ["config.json"])
+    path = directory / "config.json" if directory is not None else None
+    return read_json(path) if path is not None and path.is_file() else None
+
+
 def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
     """The directory of a model, downloaded if need be.
 
@@ -56,8 +77,12 @@ def model_directory(query: ResolveQuery, *, with_weights: bool = True) -> Path:
             f"{shorten(query.model)} is neither a directory nor a hub name (organisation/model); check the path",
             file=query.model,
         )
+    return _asked(query, [*_PATTERNS, *(_WEIGHT_PATTERNS if with_weights else ())])
+
+
+def _asked(query: ResolveQuery, patterns: list[str]) -> Path:
     try:
-        return _download(query, [*_PATTERNS, *(_WEIGHT_PATTERNS if with_weights else ())])
+        return _download(query, patterns)
     except ImportError as error:
         raise WeightsError(
             f"{query.model} is no directory, and hub names need a package: pip install huggingface_hub"

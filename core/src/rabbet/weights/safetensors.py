@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from rabbet.contracts import register_weight_format
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, TensorInfo, WeightFormat
 from rabbet.errors import WeightsError, shorten
-from rabbet.weights.hub import find_directory, is_hub_name, model_directory, model_name, read_json, read_model_files
+from rabbet.weights.hub import (
+    find_directory,
+    is_hub_name,
+    model_directory,
+    model_name,
+    peek_config,
+    read_json,
+    read_model_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +142,11 @@ class SafetensorsFormat(WeightFormat):
         """A directory with a config.json, or the form of a hub name."""
         directory = find_directory(query.model)
         return is_hub_name(query.model) if directory is None else (directory / "config.json").is_file()
+
+    @classmethod
+    def peek(cls, query: ResolveQuery) -> dict[str, Any] | None:
+        """See ``WeightFormat``."""
+        return peek_config(query)
 
     @classmethod
     def resolve(cls, query: ResolveQuery) -> ModelFiles:

@@ -23,7 +23,7 @@ def _settings(call: Call) -> Generator[None, Any, None]:
 # ---- checkpoints
 
 
-@rule("WeightFormat", "matches", "resolve")
+@rule("WeightFormat", "matches", "peek", "resolve")
 def _no_torch(call: Call) -> Generator[None, Any, None]:
     had = "torch" in sys.modules
     yield
