@@ -1,9 +1,10 @@
-"""What the suites of tool and reasoning parsers share: streams cut in any way, put together again, and timed."""
+"""What the suites of tool and reasoning parsers share: streams cut in any way, put together again, and work that is counted."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,19 +73,89 @@ def check_chunkings(make: Callable[[], Any], fragments: Sequence[str], check: Ca
 
 
 def assert_linear(make: Callable[[], Any], head: str, unit: str) -> None:
-    """Eight times the chunks take no more than some eight times as long (best of three)."""
+    """Eight times the chunks are no more than some eight times the work: lines that run and characters looked at."""
 
-    def seconds(count: int) -> float:
-        best = float("inf")
-        for _ in range(3):
-            parser = make()
-            start = time.perf_counter()
-            parser.feed(head)
-            for _ in range(count):
-                parser.feed(unit)
+    def work(count: int) -> int:
+        parser, meter = make(), _Meter()
+        with meter.counting():
+            for text in (head, *[unit] * count):
+                parser.feed(_Text(text))
             parser.finish()
-            best = min(best, time.perf_counter() - start)
-        return best
+        return meter.work
 
-    short, long = seconds(4000), seconds(32000)
-    assert long <= 24 * short + 0.02, f"32,000 chunks take {long / short:.0f} times as long as 4,000; 8 is linear"
+    short, long = work(250), work(2000)
+    assert long <= 12 * short, f"2,000 chunks are {long / short:.0f} times the work of 250; 8 is linear"
+
+
+class _Meter:
+    """Counts lines of Python, and characters that operations on strings read or copy. No clock: the same each time."""
+
+    running: _Meter | None = None
+
+    def __init__(self) -> None:
+        self.work = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what this thread does meanwhile."""
+        before = sys.gettrace(), sys.getprofile()
+        _Meter.running = self
+        sys.settrace(self._line)
+        sys.setprofile(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before[0])
+            sys.setprofile(before[1])
+            _Meter.running = None
+
+    def _line(self, _frame: Any, event: str, _argument: Any) -> Any:
+        self.work += event == "line"
+        return self._line
+
+    def _call(self, _frame: Any, event: str, argument: Any) -> None:
+        # Strings that are no ``_Text`` any more: joined, formatted, decoded. These methods look at an end only.
+        if event == "c_call" and type(getattr(argument, "__self__", None)) is str:
+            if argument.__name__ not in ("startswith", "endswith", "join"):
+                self.work += len(argument.__self__)
+
+
+class _Text(str):
+    """A string whose operators and methods are counted, and whose parts and sums are such strings again."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+
+def _count(name: str) -> Callable[..., Any]:
+    original = getattr(str, name, None)
+
+    def method(self: str, *arguments: Any) -> Any:
+        if original is None:  # ``str`` has no __radd__
+            result: Any = str.__add__(arguments[0], self)
+        else:
+            result = original(self, *arguments)
+        if _Meter.running is not None:
+            # An end that is looked at costs its own length, a search what it may read, the rest the whole.
+            size = len(self)
+            if name in ("startswith", "endswith", "join"):
+                size = 1
+            elif name in ("find", "index", "count", "rfind", "rindex") and len(arguments) > 1:
+                size = len(self[slice(*arguments[1:3])])
+            _Meter.running.work += len(result) if isinstance(result, str) else size
+        return _kept(result)
+
+    return method
+
+
+def _kept(result: Any) -> Any:
+    if isinstance(result, str):
+        return _Text(result)
+    return type(result)(map(_kept, result)) if isinstance(result, list | tuple) else result
+
+
+for _name in (
+    "__add__", "__radd__", "__getitem__", "__contains__", "__mod__", "__eq__", "__ne__",
+    *(name for name in dir(str) if not name.startswith("_") and name not in ("maketrans", "encode", "format")),
+):  # fmt: skip
+    setattr(_Text, _name, _count(_name))
