@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,10 @@ class GGUFFormat(WeightFormat):
     @classmethod
     def matches(cls, query: ResolveQuery) -> bool:
         """A name that ends in .gguf, a directory without safetensors but with a .gguf file, or the short name."""
-        path = Path(query.model)
         if query.model.endswith(".gguf"):
             return True
-        if path.is_dir():
+        path = Path(query.model)
+        if _kind(path) == "directory":
             return bool(list(path.glob("*.gguf"))) and not list(path.glob("*.safetensors"))
         return query.model == SHORT_NAME and not path.exists()
 
@@ -84,21 +85,37 @@ class GGUFFormat(WeightFormat):
                 )
             values = _unpack(tensor, data[tensor.offset : tensor.offset + tensor.size_bytes])
             if needs_unpermute(architecture, tensor.name):
-                values = _unpermute(values, heads[1] if ".attn_k." in tensor.name else heads[0])
+                num_heads = heads[1] if ".attn_k." in tensor.name else heads[0]
+                if num_heads < 1 or values.shape[0] % (2 * num_heads):
+                    message = (
+                        f"{tensor.name} of {path.name} has {values.shape[0]} rows, no even number for each of the "
+                    )
+                    raise WeightsError(f"{message}{num_heads} heads", file=str(path), tensor=tensor.name)
+                values = _unpermute(values, num_heads)
             yield name, values
+
+
+def _kind(path: Path) -> str:
+    """``directory``, ``file`` or nothing; what no system takes as a path, such as very long text, is nothing."""
+    try:
+        return "directory" if path.is_dir() else "file" if path.is_file() else ""
+    except OSError:
+        return ""
 
 
 def _locate(model: str) -> Path:
     if model == SHORT_NAME and not Path(model).exists():
         return find_bundled()
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(model)
+    with suppress(RuntimeError):  # "~name" of nobody
+        path = path.expanduser()
+    if _kind(path) == "directory":
         found = sorted(path.glob("*.gguf"))
         if len(found) != 1:
             names = ", ".join(file.name for file in found)
             raise WeightsError(f"{path} holds {len(found)} GGUF files ({names}); name one of them", file=str(path))
         path = found[0]
-    if not path.is_file():
+    if _kind(path) != "file":
         raise WeightsError(f"the file {model} does not exist", file=model)
     return path.resolve()
 
