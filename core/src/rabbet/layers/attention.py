@@ -71,7 +71,7 @@ def local_heads(num_heads: int, num_kv_heads: int, *, rank: int, world_size: int
     if world_size % num_kv_heads or num_heads % world_size:
         raise ConfigError(
             f"--tensor-parallel-size is {world_size}, which fits neither {num_kv_heads} key heads nor {num_heads} "
-            "query heads; use a divisor of one of them",
+            f"query heads; use up to {num_kv_heads}, or a multiple of {num_kv_heads} that divides {num_heads}",
             field="parallel.tensor_parallel_size",
         )
     # More ranks than key heads: each key head stands on several ranks, its query heads are divided among them.
