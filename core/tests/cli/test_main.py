@@ -57,6 +57,20 @@ def test_help_of_serve_has_every_option_with_its_variable_and_default(rabbet: Ru
         assert text in out  # fmt: skip
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_no_name_is_cut_in_a_narrow_terminal(rabbet: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    status, out, _ = rabbet("serve", "--help=all")
+    assert status == 0
+    words = set(out.replace("--[no-]", "--").replace("]", " ").split())
+    for flag in fields().values():
+        same = [other for other in flags().values() if other.path == flag.path]
+        shown = [other for other in (flag, *same) if f"--{other.name}" in words]
+        assert shown and any(other.environment in words for other in shown), flag.name
+    # What is longer than the terminal is one word that nothing could be done about.
+    assert all(len(line) <= width or len(line.split()) <= 2 for line in out.splitlines())
+
+
 def test_help_can_be_searched(rabbet: Run) -> None:
     status, out, _ = rabbet("serve", "--help=block")
     assert status == 0

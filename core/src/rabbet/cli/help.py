@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rabbet.config.flags import ALIASES, SHORT, Flag, fields, flags
@@ -51,7 +51,8 @@ def print_serve_help(word: str = "") -> None:
         console.print(_EXAMPLES, markup=False)
     for title, members in groups.items():
         console.print(Text(title, style="bold"))
-        console.print(_table(members))
+        for flag in members:
+            console.print(_entry(flag, console), soft_wrap=True)
 
 
 def _unique_flags() -> list[Flag]:
@@ -63,19 +64,21 @@ def _unique_flags() -> list[Flag]:
     return list(best.values())
 
 
-def _table(members: list[Flag]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
-    table.add_column(no_wrap=True, max_width=44)
-    table.add_column(overflow="fold")
-    shorts = {long: short for short, long in SHORT.items()}
-    for flag in members:
-        name = f"--[no-]{flag.name}" if flag.is_switch else f"--{flag.name}"
-        if flag.name in shorts:
-            name = f"{shorts[flag.name]}, {name}"
-        detail = Text(flag.description)
-        detail.append(f"  [default {_shown(flag.default)}, {flag.environment}]", style="dim")
-        table.add_row(Text(name), detail)
-    return table
+def _entry(flag: Flag, console: Console) -> Text:
+    """One option: its name, and beside or below it what it does. No name is ever cut, however narrow the terminal is."""
+    name = f"--[no-]{flag.name}" if flag.is_switch else f"--{flag.name}"
+    short = next((short for short, long in SHORT.items() if long == flag.name), None)
+    detail = f"{flag.description} [default {_shown(flag.default)}, {flag.environment}]"
+    indent = min(44, console.width // 3)
+    lines = textwrap.wrap(detail, max(console.width - indent, 20), break_long_words=False, break_on_hyphens=False)
+    text = f"\n{' ' * indent}".join(lines)
+    entry = Text(f"  {short}, {name}" if short else f"  {name}")
+    if len(entry) + 2 <= indent:
+        entry.pad_right(indent - len(entry))
+    else:
+        entry.append("\n" + " " * indent)
+    aside = text.rindex("[default")
+    return entry.append(text[:aside]).append(text[aside:], style="dim")
 
 
 def _shown(value: Any) -> str:
