@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -158,6 +159,38 @@ def test_bad_words_ban_the_last_token_after_their_beginning(output: tuple[int, .
     values = logits(1)
     adjust_logits(values, [sample], slots)
     assert bool(torch.isinf(values[0, 12])) is banned
+
+
+def test_bad_words_ban_what_a_search_word_by_word_bans() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        words = [rng.integers(0, 3, rng.integers(1, 5)).tolist() for _ in range(rng.integers(1, 12))]
+        tokens = rng.integers(0, 3, rng.integers(2, 9)).tolist()
+        sample, slots = row(SamplingParams(), tokens=tuple(tokens), num_prompt=2, bad_words_token_ids=words)
+        output, values = tokens[2:], logits(1)
+        banned = {w[-1] for w in words if len(w) - 1 <= len(output) and output[len(output) - len(w) + 1 :] == w[:-1]}
+        adjust_logits(values, [sample], slots)
+        assert set(torch.isinf(values[0]).nonzero().flatten().tolist()) == banned
+
+
+def test_long_lists_of_a_request_are_read_once_and_not_in_each_step() -> None:
+    """A list of the whole vocabulary in many rows would make every step of everybody slow."""
+    looks = 0
+
+    class Counted(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    allowed, words = Counted(range(VOCAB)), Counted([3, 4])
+    sampling = SamplingParams(allowed_token_ids=allowed, logit_bias={5: 1.0})
+    sample, slots = row(sampling, bad_words_token_ids=[words])
+    looks, seen = 0, []
+    for _ in range(4):
+        adjust_logits(logits(1), [sample], slots)
+        seen.append(looks)
+    assert sampling.allowed_token_ids is allowed and seen[0] > 0 and len(set(seen)) == 1
 
 
 def test_end_tokens_are_masked_until_min_tokens() -> None:

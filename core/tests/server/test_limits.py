@@ -70,6 +70,19 @@ def test_prompts_times_n_have_a_bound_of_their_own(make_site: Callable[..., Any]
     assert len(site.engine.requests) == 6
 
 
+def test_lists_times_outputs_have_a_bound(site: Any) -> None:
+    """Each output carries the lists of its request, so 1024 outputs make gigabytes of a body of one megabyte."""
+    many = {"prompt": ["x"] * 8, "n": 128, "max_tokens": 1, "temperature": 1.0}
+    bias = {str(i): 1 for i in range(300)}
+    error = site.error(COMPLETIONS, {**many, "allowed_token_ids": [97] * 3000, "logit_bias": bias})
+    assert error["param"] == "allowed_token_ids"
+    assert "3300 entries for each of 1024 outputs" in error["message"] and "2097152" in error["message"]
+    chat = {"messages": [MESSAGE], "n": 128, "bad_words": ["x" * 128] * 128, "temperature": 1.0}
+    assert site.error(CHAT, {**chat, "stop_token_ids": [1]})["param"] == "bad_words"
+    assert not site.engine.requests
+    assert len(site.answer(COMPLETIONS, {**many, "allowed_token_ids": [97] * 2000})["choices"]) == 1024
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
@@ -80,7 +93,7 @@ def test_prompts_times_n_have_a_bound_of_their_own(make_site: Callable[..., Any]
         ("stop_token_ids", [1] * 5000), ("stop_token_ids", [-1]), ("stop_token_ids", [2**63]), ("stop_token_ids", [1.5]), ("stop_token_ids", [True]), ("stop_token_ids", ["5"]), ("stop_token_ids", [[1]]),
         ("allowed_token_ids", [1] * 5000), ("allowed_token_ids", [300]), ("allowed_token_ids", []), ("logprob_token_ids", [1] * 5000), ("logprob_token_ids", [2**31]), ("prompt_logprobs", 10**9),
         ("prompt_logprobs", -2), ("min_tokens", 10**9), ("min_tokens", -1), ("cache_salt", ""), ("cache_salt", "x" * 10**6), ("cache_salt", 3), ("cache_salt", "a\nb"), ("cache_salt", "a\0b"),
-        ("request_id", "a\r\nb"), ("request_id", "x" * 129), ("request_id", "\x1b[31m"),
+        ("request_id", "a\r\nb"), ("request_id", "x" * 129), ("request_id", "\x1b[31m"), ("vllm_xargs", {"x": "y" * 20_000}), ("vllm_xargs", {"x": [1] * 9000}),
     ],
     ids=lambda value: str(value)[:24].encode("unicode_escape").decode(),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rabbet.runner.inputs import SampleRow
-from rabbet.runner.slots import Slots
+from rabbet.runner.slots import Row, Slots
 
 __all__ = ["adjust_logits"]
 
@@ -35,27 +35,49 @@ def adjust_logits(logits_BV: torch.Tensor, rows: list[SampleRow], slots: Slots) 
     return [index for index, empty in zip(changed, is_empty, strict=True) if empty]
 
 
+class _Lists:
+    """The lists of one request as tensors, made once: one of the whole vocabulary costs more than a step of its row.
+
+    Attributes:
+        excluded_V: Ids that no text allows, as a mask; None if there are none.
+        banned: Beginnings of bad words to the ids that must not follow them.
+        lengths: Of these beginnings, each once.
+        bias: Ids and what is added to their logits.
+    """
+
+    def __init__(self, row: Row, like_V: torch.Tensor) -> None:
+        size, device, sampling = like_V.shape[0], like_V.device, row.sampling
+        self.banned: dict[tuple[int, ...], list[int]] = {}
+        for words in row.bad_words:
+            # A tokenizer may know ids that the model's head does not have.
+            if words[-1] < size:
+                self.banned.setdefault(tuple(words[:-1]), []).append(words[-1])
+        never = self.banned.pop((), [])
+        self.lengths = sorted({len(begun) for begun in self.banned})
+        self.excluded_V: torch.Tensor | None = None
+        if sampling.allowed_token_ids or never:
+            excluded = np.full(size, bool(sampling.allowed_token_ids))
+            excluded[list(sampling.allowed_token_ids or ())] = False
+            excluded[never] = True
+            self.excluded_V = torch.from_numpy(excluded).to(device)
+        bias = sampling.logit_bias or {}
+        self.bias = torch.tensor(list(bias), device=device), torch.tensor(list(bias.values()), device=device)
+
+
 def _adjust_row(logits_V: torch.Tensor, sample: SampleRow, history: np.ndarray) -> None:
-    sampling = sample.row.sampling
-    vocab_size = logits_V.shape[0]
-    if sampling.allowed_token_ids:
-        kept = torch.full_like(logits_V, float("-inf"))
-        ids = torch.tensor(sampling.allowed_token_ids, device=logits_V.device)
-        kept[ids] = logits_V[ids]
-        logits_V.copy_(kept)
-    for words in sample.row.bad_words:
-        prefix = words[:-1]
-        # The prefix may begin in the prompt only as far as tokens were generated: bad words are about the output.
-        start = len(history) - len(prefix)
-        is_begun = start >= sample.row.num_prompt_tokens and history[start:].tolist() == prefix
-        # A tokenizer may know ids that the model's head does not have.
-        if is_begun and words[-1] < vocab_size:
-            logits_V[words[-1]] = float("-inf")
+    row, sampling, vocab_size = sample.row, sample.row.sampling, logits_V.shape[0]
+    lists = row.lists = row.lists or _Lists(row, logits_V)
+    if lists.excluded_V is not None:
+        logits_V.masked_fill_(lists.excluded_V, float("-inf"))
+    for length in lists.lengths:
+        # The beginning may lie in the prompt only as far as tokens were generated: bad words are about the output.
+        start = len(history) - length
+        if start >= row.num_prompt_tokens and (last := lists.banned.get(tuple(history[start:].tolist()))):
+            logits_V[last] = float("-inf")
     if sample.output_index < sampling.min_tokens:
         logits_V[[token_id for token_id in sample.row.end_token_ids if token_id < vocab_size]] = float("-inf")
     if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias), device=logits_V.device)
-        logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=logits_V.device)
+        logits_V[lists.bias[0]] += lists.bias[1]
     if sampling.needs_penalties:
         _penalise(logits_V, sample, history)
 

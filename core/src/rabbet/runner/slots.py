@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Row:
         end_token_ids: Masked before ``min_tokens``.
         bad_words: Token sequences whose last token is masked.
         is_plain: Greedy or plain sampling: no masks, biases, penalties.
+        lists: What ``adjust_logits`` made of the request's lists.
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class Row:
     end_token_ids: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
     is_plain: bool = True
+    lists: Any = None
 
 
 class Slots:

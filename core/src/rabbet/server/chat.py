@@ -22,7 +22,7 @@ from rabbet.server.errors import json_response
 from rabbet.server.logprobs import chat_logprobs, prompt_logprobs
 from rabbet.server.parsing import Message, TextParser
 from rabbet.server.protocol import ChatCompletionRequest, TokenizeRequest
-from rabbet.server.sampling import chat_sampling
+from rabbet.server.sampling import chat_sampling, check_entries
 from rabbet.server.state import ServerState
 from rabbet.server.stream import DONE, EventStream, until_disconnect
 
@@ -49,6 +49,7 @@ async def _prepare(body: ChatCompletionRequest, state: ServerState) -> _ChatCall
         raise InvalidRequestError("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     salt = llm.processor.check_salt(body.cache_salt)
     sampling = chat_sampling(body, llm.sampling_defaults, state)
+    check_entries(sampling, sampling.n)
     # In a thread however short: the time that a template takes is its author's to choose.
     tokens = await asyncio.to_thread(chat_prompt, body, state, llm)
     room = llm.model_info.max_model_len - 1

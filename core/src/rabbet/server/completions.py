@@ -21,7 +21,7 @@ from rabbet.server.early import check_completion, too_many_prompts
 from rabbet.server.errors import json_response
 from rabbet.server.logprobs import Row, completion_logprobs, prompt_logprobs
 from rabbet.server.protocol import CompletionRequest
-from rabbet.server.sampling import completion_sampling
+from rabbet.server.sampling import check_entries, completion_sampling
 from rabbet.server.state import ServerState
 from rabbet.server.stream import DONE, EventStream, merge, until_disconnect
 
@@ -60,6 +60,7 @@ async def _prepare(body: CompletionRequest, state: ServerState, size_bytes: int)
             field="n",
             value=body.n,
         )
+    check_entries(base, len(given) * body.n)
     prompts = await state.off_loop(size_bytes, lambda: [_tokens(item, body, base.max_tokens, llm) for item in given])
     # Each output of each prompt draws from a seed of its own; n outputs of one prompt take n in a row.
     sampling = [

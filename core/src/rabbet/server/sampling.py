@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from rabbet.errors import InvalidRequestError, shorten
 from rabbet.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from rabbet.server.state import ServerState
 from rabbet.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutputsParams
 
-__all__ = ["chat_sampling", "completion_sampling"]
+__all__ = ["chat_sampling", "check_entries", "completion_sampling"]
 
 _COPIED = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "n", "seed",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "allowed_token_ids", "bad_words",
     "logprob_token_ids", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
 )  # fmt: skip
+_LISTS = ("logit_bias", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_token_ids")
 _MAX_STOP_CHARS = 1024
 _MAX_BAD_WORD_CHARS = 16_384
 """Each is tokenised twice before the request is taken."""
 _MAX_LIST = 4096
+_MAX_ENTRIES = 1 << 21
+"""Of all lists of a request times its outputs, each of which carries them: about 40 bytes an entry in the engine."""
+_MAX_XARGS_BYTES = 16_384
 _COMPLETIONS_MAX_TOKENS = 16
 
 
@@ -65,7 +71,7 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
         raise InvalidRequestError(f"n is {body.n}, the limit is {limits.max_n} (--max-n)", field="n", value=body.n)
     values["stop"] = _stops(body.stop, limits.max_stop)
     most_allowed = max(_MAX_LIST, state.engine().model_info.vocab_size)
-    for name in ("logit_bias", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_token_ids"):
+    for name in _LISTS:
         size, limit = len(getattr(body, name) or ()), most_allowed if name == "allowed_token_ids" else _MAX_LIST
         if size > limit:
             raise InvalidRequestError(f"{name} has {size} entries, the limit is {limit}", field=name, value=size)
@@ -85,8 +91,30 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
     values["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
     if body.vllm_xargs:
+        size = len(msgspec.json.encode(body.vllm_xargs))
+        if size > _MAX_XARGS_BYTES:
+            text = f"vllm_xargs has {size} bytes as JSON, the limit is {_MAX_XARGS_BYTES}"
+            raise InvalidRequestError(text, field="vllm_xargs", value=size)
         values["extra_args"] = body.vllm_xargs
     return values
+
+
+def check_entries(sampling: SamplingParams, num_outputs: int) -> None:
+    """Refuse lists that are short enough for one output and too long for ``num_outputs`` of them.
+
+    Raises:
+        InvalidRequestError: With entries, outputs and limit; it names the longest list.
+    """
+    sizes = {name: len(getattr(sampling, name) or ()) for name in _LISTS}
+    sizes["bad_words"] = sum(map(len, sampling.bad_words))
+    total = sum(sizes.values())
+    if total * num_outputs > _MAX_ENTRIES:
+        raise InvalidRequestError(
+            f"{', '.join(name for name in _LISTS if sizes[name])} have {total} entries for each of {num_outputs} outputs, "
+            f"the limit is {_MAX_ENTRIES} in all (bad_words count by characters); send fewer outputs at once",
+            field=max(sizes, key=lambda name: sizes[name]),
+            value=total,
+        )
 
 
 def _structure(body: SamplingRequest, has_grammar: bool) -> StructuredOutputsParams | None:
