@@ -9,7 +9,7 @@ import typer
 
 from rabbet.errors import RabbetError
 
-__all__ = ["add_plugin_commands"]
+__all__ = ["add_plugin_commands", "command_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def add_plugin_commands(app: typer.Typer) -> None:
 
 def merge_commands(app: typer.Typer, added: typer.Typer) -> None:
     """Take over the commands and groups of ``added`` whose names are free; a group that is there gains new commands."""
-    taken = set(_names(app))
+    taken = set(command_names(app))
     for command in added.registered_commands:
         if _is_free(_command_name(command), taken):
             app.registered_commands.append(command)
@@ -61,7 +61,8 @@ def _is_free(name: str, taken: set[str]) -> bool:
     return True
 
 
-def _names(app: typer.Typer) -> Iterable[str]:
+def command_names(app: typer.Typer) -> Iterable[str]:
+    """Commands and groups of an application."""
     yield from (_command_name(command) for command in app.registered_commands)
     yield from (str(group.name) for group in app.registered_groups)
 

@@ -12,6 +12,7 @@ import typer
 
 from rabbet import __version__
 from rabbet.cli import bench, plugins
+from rabbet.cli.extensions import command_names
 from rabbet.errors import ConfigError, PluginError, RabbetError, shorten
 
 __all__ = ["app", "main"]
@@ -163,9 +164,11 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def _may_mean_a_plugin(words: list[str]) -> bool:
-    """Whether plugins are asked for commands: where a word is none of ours, and for the list of commands."""
-    first = next((word for word in words if not word.startswith("-")), None)
-    return first not in _COMMANDS if first is not None else bool({"-h", "--help"} & set(words)) or not words
+    """Whether plugins are asked for commands: where a word is none of ours, and for a list of commands."""
+    names = [word for word in words if not word.startswith("-")]
+    if names[:1] == ["plugins"]:
+        return names[1:2] not in [[name] for name in command_names(plugins.app)]
+    return names[0] not in _COMMANDS if names else bool({"-h", "--help"} & set(words)) or not words
 
 
 def _fail(message: str, words: list[str], *, status: int) -> NoReturn:

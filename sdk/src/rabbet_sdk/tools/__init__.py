@@ -1,0 +1,1 @@
+"""Commands that the SDK adds to ``rabbet plugins``: bench and bisect."""
