@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,19 @@ def test_answers_that_are_too_short_or_break_do_not_count(rabbet: Run, server: A
         "bench", "serve", "--url", server.url, "--num-clients", "1", "--duration", "600", "--output-len", "4"
     )
     assert status == 1 and "the engine died" in error
+
+
+def test_what_is_measured_is_said_before_and_no_bar_is_drawn_into_a_file(rabbet: Run, server: Any) -> None:
+    status, _, error = rabbet("bench", "serve", "--url", server.url, "--num-clients", "2", "--duration", "0.05")
+    assert (status, error) == (0, f"measuring tiny at {server.url}: 2 clients for 0.05 s\n")
+
+
+def test_a_terminal_shows_a_bar(rabbet: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", screen)
+    assert rabbet("bench", "serve", "--url", server.url, "--num-clients", "1", "--duration", "0.6")[0] == 0
+    assert re.search(r"measuring tiny .*\n.*\r.* of 1 s \|.*\|, \d+ requests, 0 failed", screen.getvalue(), re.DOTALL)
 
 
 def test_percentiles_of_few_values() -> None:

@@ -6,17 +6,20 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import httpx
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from rabbet.cli.talk import TalkError, api_base, first_model, message_of
 
 __all__ = ["Load", "run_load"]
 
+_LOOK_S = 0.25
 _FIRST_ID = 10
 """Smaller ids are control tokens in most vocabularies."""
 
@@ -82,7 +85,12 @@ async def _run(load: Load) -> dict[str, Any]:
             _Client(session, f"{base}/completions", model, load, random.Random(load.seed * 1000 + number), sample)
             for number in range(load.num_clients)
         )
-        await asyncio.gather(*(client.run(deadline) for client in clients))
+        showing = asyncio.create_task(_show_progress(load, model, sample))
+        try:
+            await asyncio.gather(*(client.run(deadline) for client in clients))
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
         seconds = time.perf_counter() - started
     if not sample.total_s:
         raise TalkError(f"none of {sample.num_failed} requests succeeded; the last failed with: {sample.failure}")
@@ -100,6 +108,17 @@ async def _run(load: Load) -> dict[str, Any]:
         **_percentiles("inter_token_latency", sample.gap_s),
         **_percentiles("request_latency", sample.total_s),
     }
+
+
+async def _show_progress(load: Load, model: str, sample: _Sample) -> None:
+    """Say what is measured, and how far it is where somebody looks at a terminal; until it is cancelled."""
+    print(f"measuring {model} at {load.url}: {load.num_clients} clients for {load.duration_s:g} s", file=sys.stderr)
+    began, form = time.perf_counter(), "{n:.0f} of {total:.0f} s |{bar}|{postfix}"
+    with tqdm(total=load.duration_s, bar_format=form, disable=None, leave=False, file=sys.stderr) as bar:
+        while True:
+            bar.n = min(time.perf_counter() - began, load.duration_s)
+            bar.set_postfix_str(f"{len(sample.total_s)} requests, {sample.num_failed} failed")
+            await asyncio.sleep(_LOOK_S)
 
 
 @dataclass(slots=True)
