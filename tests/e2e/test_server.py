@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -357,3 +358,11 @@ def test_metrics_speak_prometheus(client: httpx.Client) -> None:
         "time_to_first_token_seconds",
     ):
         assert f"rabbet:{name}" in families
+
+
+def test_the_log_says_once_that_it_is_ready_and_every_line_has_its_time(server: Any) -> None:
+    lines = server.log.read_text().splitlines()
+    assert len([line for line in lines if re.search(r"\bready\b", line)]) == 1
+    start = lines[: next(number for number, line in enumerate(lines) if " ready at http" in line)]
+    assert len(start) > 10 and any("start: choosing plugins" in line for line in start)
+    assert all(re.match(r"\d\d:\d\d:\d\d (INFO|WARNING) ", line) for line in start), start

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from rabbet import __version__
+from rabbet._util.log import log_to_stderr
 from rabbet.cli import bench, plugins
 from rabbet.cli.extensions import command_names
 from rabbet.errors import ConfigError, PluginError, RabbetError, shorten
@@ -68,6 +69,8 @@ def serve(context: typer.Context) -> None:
         return
     from rabbet.config.load import parse_configs
 
+    # So that what is told of the options themselves has the same form.
+    _log("warning")
     engine, server = parse_configs(arguments)
     if not engine.model.model:
         raise ConfigError("no model was given: rabbet serve MODEL", field="model")
@@ -127,13 +130,7 @@ def collect_env() -> None:
 
 
 def _log(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    log_to_stderr(level)
     # httpx tells of each request at info, which is noise beside a server's own lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING if level != "debug" else logging.DEBUG)

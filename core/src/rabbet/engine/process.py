@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
+from rabbet._util.log import log_to_stderr
 from rabbet.config.resolve import resolve
 from rabbet.config.resolved import resolved_to_bytes
 from rabbet.config.schema import EngineConfig
@@ -107,7 +108,7 @@ def build(config: EngineConfig, *, is_server: bool, send: Callable[[FromEngine],
     Raises:
         RabbetError: What is wrong with the configuration, the plugins, the checkpoint or the memory.
     """
-    started = began = time.monotonic()
+    began = time.monotonic()
     durations: list[str] = []
     current = ""
 
@@ -122,14 +123,14 @@ def build(config: EngineConfig, *, is_server: bool, send: Callable[[FromEngine],
     phase("choosing plugins")
     core = EngineCore(resolve(config, is_server=is_server), on_phase=phase)
     phase("ready")
-    logger.info("engine ready after %.1f s: %s", time.monotonic() - started, ", ".join(durations))
+    logger.info("start: %s", ", ".join(durations))
     return core
 
 
 def main() -> int:
     """Entry of the process."""
     start = read_start(Start)
-    logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr(start.log_level)
     return run(start)
 
 

@@ -201,10 +201,16 @@ class _Server:
 
     async def _start_engine(self) -> None:
         started = time.monotonic()
+
+        def tell(phase: str) -> None:
+            # That the engine is ready is told once, when the server is too.
+            if phase != "ready":
+                logger.info("%s (%.1f s)", phase, time.monotonic() - started)
+
         llm = await AsyncLLM.from_config(
             self._engine_config,
             is_server=True,
-            on_phase=lambda name: logger.info("%s (%.1f s)", name, time.monotonic() - started),
+            on_phase=tell,
             log_level=self._config.log_level,
         )
         if self._config.chat_template is not None:
