@@ -56,6 +56,18 @@ class Skip(LogitsProcessor):
         return batch.logits_BV
 
 
+class Exact(Skip):
+    """Objects to a request that it never took."""
+
+    def add(self, slot: int, sampling: SamplingParams, prompt_token_ids: Any) -> None:
+        if (sampling.extra_args or {}).get("skip", 0) == 4:
+            raise RuntimeError("not 4")
+        super().add(slot, sampling, prompt_token_ids)
+
+    def remove(self, slot: int) -> None:
+        del self.skips[slot]
+
+
 class Sharpen(Skip):
     """Claims to change no likeliest token, so that greedy rows never see it."""
 
@@ -65,7 +77,7 @@ class Sharpen(Skip):
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own = types.ModuleType("own_processors")
-    own.Skip, own.Sharpen, own.Other = Skip, Sharpen, int  # type: ignore[attr-defined]
+    own.Skip, own.Sharpen, own.Exact, own.Other = Skip, Sharpen, Exact, int  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_processors", own)
     yield
 
@@ -105,6 +117,14 @@ def test_a_processor_that_fails_for_a_request_fails_that_request_alone(
     assert result.sampled_token_ids == {"b": [10]}
     again = runner.execute(first_step(new("c", 20), step_id=2, gone=("bad",)))
     assert again.sampled_token_ids == {"c": [21]} and not again.failed
+
+
+def test_a_processor_that_never_took_a_request_is_not_told_of_its_end(make: Callable[..., DeviceRunner]) -> None:
+    runner = ready(make(max_num_seqs=1, logits_processors=["own_processors:Exact"]))
+    assert "failed: RuntimeError" in runner.execute(first_step(new("bad", 4, **skip(4)))).failed["bad"]
+    for step, (name, gone) in enumerate((("c", "bad"), ("d", "c")), start=2):
+        result = runner.execute(first_step(new(name, 20, **skip(2)), step_id=step, gone=(gone,)))
+        assert result.sampled_token_ids == {name: [23]}
 
 
 def test_names_are_obeyed_or_refused(make: Callable[..., DeviceRunner]) -> None:

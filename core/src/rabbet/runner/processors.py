@@ -26,6 +26,7 @@ class Processors:
     def __init__(self, resolved: ResolvedConfig, device: torch.device) -> None:
         self._made: list[tuple[str, LogitsProcessor]] = []
         self._failed: dict[int, str] = {}
+        self._refused: set[tuple[str, int]] = set()
         for decision in resolved.composition.decisions:
             if decision.kind == "logits_processor":
                 context = LogitsProcessorContext(
@@ -48,6 +49,7 @@ class Processors:
                 processor.add(row.slot, row.sampling, prompt)
             except Exception as error:
                 logger.error("logits processor %s failed to take a request", name, exc_info=error)
+                self._refused.add((name, row.slot))
                 self._failed[row.slot] = f"the logits processor {name} failed: {type(error).__name__}"
 
     def remove(self, row: Row | None) -> None:
@@ -55,8 +57,12 @@ class Processors:
         if row is None:
             return
         self._failed.pop(row.slot, None)
-        for _, processor in self._made:
-            processor.remove(row.slot)
+        for name, processor in self._made:
+            # One that never took the request has nothing to give back, and may rightly object.
+            if (name, row.slot) in self._refused:
+                self._refused.remove((name, row.slot))
+            else:
+                processor.remove(row.slot)
 
     def apply(self, logits_BV: torch.Tensor, rows: list[SampleRow], slots: Slots) -> dict[int, str]:
         """Change logits in place; rows that are greedy are left out where the likeliest token stays what it is.
