@@ -1,12 +1,16 @@
 """Suite of structured-output grammars.
 
 Claims: ``kinds`` (of specifications). Each claimed kind is given a language of a few strings, in which every state can
-be visited and what may follow be found by trying all tokens.
+be visited and what may follow be found by trying all tokens; JSON objects and structural tags, which have no end of
+texts, are walked through at random.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +30,7 @@ __all__ = ["GrammarConformance"]
 
 _PIECES = (
     *("a", "b", "c", "ab", "bc", "abc", "ca", '"', '"a', 'b"', "aa", "", "é", "x", " ", "\n"),
-    *("d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q", "r", "s"),
+    *("d", "e", "{", "}", ":", ",", "1", "[", "]", "<a>", "</a>", "<", "/", ">", "<a", '":'),
     *("da", "abd", "</s>"),
 )
 _END = len(_PIECES) - 1
@@ -80,6 +84,78 @@ _LANGUAGES = {
         broken=StructuredOutputsParams(grammar="root ::= ("),
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    """A specification of endlessly many texts.
+
+    Attributes:
+        spec: The specification.
+        is_whole: Whether a text may end.
+        samples: Of each row, which differs in white space only, one text at least is allowed.
+        endings: Their suffixes, and closed brackets, make any beginning whole.
+    """
+
+    spec: StructuredOutputsParams
+    is_whole: Callable[[str], bool]
+    samples: tuple[tuple[str, ...], ...]
+    endings: tuple[str, ...]
+
+    def is_begun(self, text: str) -> bool:
+        """Whether ``text`` can become whole."""
+        longer = [text + ending[start:] for ending in self.endings for start in range(len(ending) + 1)]
+        return any(self.is_whole(one) or self.is_whole(_closed(one)) for one in longer)
+
+
+def _closed(text: str) -> str:
+    """With the brackets that are open outside of strings."""
+    left: list[str] = []
+    for mark in re.findall(r'"[^"]*"?|[{}\[\]]', text):
+        if mark in ("{", "["):
+            left.append("}" if mark == "{" else "]")
+        elif mark in ("}", "]") and left:
+            left.pop()
+    return text + "".join(reversed(left))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+_FREE = r"(?:(?!<a)[\s\S])*"
+_TAGGED = re.compile(f'{_FREE}(?:<a>"(?:ab|cab)"</a>{_FREE})*')
+_SCHEMA = {
+    "type": "object", "properties": {"a": {"enum": ["ab", "cab"]}, "b": {"enum": ["c"]}}, "required": ["a", "b"],
+    "additionalProperties": False,
+}  # fmt: skip
+_TAG = {"type": "structural_tag", "triggers": ["<a"], "structures": [
+    {"begin": "<a>", "schema": {"enum": ["ab", "cab"]}, "end": "</a>"},
+]}  # fmt: skip
+_OPEN = {
+    "json": _Open(
+        spec=StructuredOutputsParams(json=_SCHEMA),
+        is_whole=lambda text: _is_object(text) and json.loads(text) in [{"a": a, "b": "c"} for a in ("ab", "cab")],
+        samples=(('{"a":"ab","b":"c"}', '{"a": "ab", "b": "c"}'), ('{"a":"cab","b":"c"}', '{"a": "cab", "b": "c"}')),
+        endings=(
+            '{"a":"ab","b":"c"}', '{"a":"cab","b":"c"}', '"b":"c","a":"ab"}', '"b":"c","a":"cab"}',
+        ),
+    ),
+    "json_object": _Open(
+        spec=StructuredOutputsParams(json_object=True), is_whole=_is_object,
+        samples=(("{}",), ('{"a":1}', '{"a": 1}'), ('{"a":[{},"b"],"c":1}', '{"a": [{}, "b"], "c": 1}')),
+        endings=('{"a":1', '"ab"'),
+    ),
+    "structural_tag": _Open(
+        spec=StructuredOutputsParams(structural_tag=json.dumps(_TAG)),
+        is_whole=lambda text: _TAGGED.fullmatch(text) is not None,
+        samples=(("",), ("x",), ('<a>"ab"</a>',), ('a<b<a>"cab"</a>x<a>"ab"</a>',)),
+        endings=('<a>"ab"</a>', '<a>"cab"</a>'),
+    ),
+}  # fmt: skip
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -107,6 +183,13 @@ class GrammarConformance(SupportsConformance):
         return [
             Case(id=kind, value=language, unclaimed=claims.missing({"kinds": kind}))
             for kind, language in _LANGUAGES.items()
+        ]
+
+    @classmethod
+    def open_cases(cls, claims: Claims) -> list[Case]:
+        """The endless languages."""
+        return [
+            Case(id=kind, value=language, unclaimed=claims.missing({"kinds": kind})) for kind, language in _OPEN.items()
         ]
 
     def _backend(self, subject: Subject) -> Any:
@@ -174,6 +257,45 @@ class GrammarConformance(SupportsConformance):
             grammar.accept(tokens)
             only_end = [t for t in range(_VOCAB) if language.follow(text, t) is not None] == [_END]
             assert grammar.is_terminated is only_end, f"after {text!r}: is_terminated is {grammar.is_terminated}"
+
+    @cases("open_cases")
+    def test_samples_are_allowed(self, subject: Subject, case: Case) -> None:
+        """Texts that follow the specification, with white space or without, to their end."""
+        backend, tokenizer = self._backend(subject), PieceTokenizer(_PIECES)
+        for spellings in case.value.samples:
+            found = []
+            for text in spellings:
+                tokens = [*tokenizer.encode(text), _END]
+                found.append(backend.compile(case.value.spec).accept(tokens) == len(tokens))
+            assert any(found), f"none of {spellings} is allowed"
+
+    @cases("open_cases")
+    def test_any_way_through_is_sound(self, subject: Subject, case: Case) -> None:
+        """Walks at random: an end token exactly where the text is whole, bits and counts agree, rollback is exact."""
+        backend, language = self._backend(subject), case.value
+        for seed in range(12):
+            grammar, chance, text = backend.compile(language.spec), random.Random(seed), ""
+            states: list[set[int]] = []
+            depth = 0
+            for _ in range(20):
+                allowed = _bits(grammar, poison=0x55555555)
+                states.append(allowed)
+                may_end = language.is_whole(text)
+                assert (_END in allowed) is may_end, f"{text!r} is {'' if may_end else 'not '}whole, bits differ"
+                taken = {token for token in range(_VOCAB) if grammar.count_accepted([token])}
+                assert taken == allowed, f"after {text!r}: bits and count_accepted differ in {sorted(taken ^ allowed)}"
+                assert grammar.is_terminated is (allowed == {_END}), f"after {text!r}: is_terminated"
+                assert language.is_begun(text), f"{text!r} is allowed, and can never become whole"
+                going_on = sorted(allowed - {_END})
+                if not going_on:
+                    break
+                token = chance.choice(going_on)
+                assert grammar.accept([token]) == 1
+                text += _PIECES[token]
+                depth += 1
+            for state in reversed(states[:depth]):
+                grammar.rollback(1)
+                assert _bits(grammar) == state, f"rollback on the way to {text!r} is not exact"
 
     @level(3)
     @cases("language_cases")
