@@ -119,7 +119,7 @@ def test_a_processor_that_fails_for_a_request_fails_that_request_alone(
     assert again.sampled_token_ids == {"c": [21]} and not again.failed
 
 
-def test_a_processor_that_never_took_a_request_is_not_told_of_its_end(make: Callable[..., DeviceRunner]) -> None:
+def test_a_processor_may_object_to_the_end_of_a_request_that_it_refused(make: Callable[..., DeviceRunner]) -> None:
     runner = ready(make(max_num_seqs=1, logits_processors=["own_processors:Exact"]))
     assert "failed: RuntimeError" in runner.execute(first_step(new("bad", 4, **skip(4)))).failed["bad"]
     for step, (name, gone) in enumerate((("c", "bad"), ("d", "c")), start=2):

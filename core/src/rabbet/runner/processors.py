@@ -58,11 +58,14 @@ class Processors:
             return
         self._failed.pop(row.slot, None)
         for name, processor in self._made:
-            # One that never took the request has nothing to give back, and may rightly object.
-            if (name, row.slot) in self._refused:
-                self._refused.remove((name, row.slot))
-            else:
+            try:
                 processor.remove(row.slot)
+            except Exception as error:
+                # One that failed to take the request may have nothing to give back, or only a part.
+                if (name, row.slot) not in self._refused:
+                    raise
+                logger.info("logits processor %s gave up a request that it had refused: %r", name, error)
+            self._refused.discard((name, row.slot))
 
     def apply(self, logits_BV: torch.Tensor, rows: list[SampleRow], slots: Slots) -> dict[int, str]:
         """Change logits in place; rows that are greedy are left out where the likeliest token stays what it is.
