@@ -60,6 +60,9 @@ FAILURES = {
         ("{tiny}", "--plugin", "{root}/loud.py", "--stat-loggers", "loud"), EXIT_CONFIG,
         ("--stat-loggers loud", "RuntimeError: no collector"),
     ),
+    "no tokenizer": Failure(("{mute}",), EXIT_CONFIG, ("{mute} has no tokenizer", "--tokenizer", "--skip-tokenizer-init")),
+    "broken tokenizer": Failure(("{garbled}",), EXIT_CONFIG, ("the tokenizer in {garbled} cannot be read",)),
+    "unknown tokenizer": Failure(("{tiny}", "--tokenizer", "{root}/none"), EXIT_CONFIG, ("--tokenizer", "{root}/none", "check the path")),
     "unknown architecture": Failure(("{mystery}",), EXIT_CONFIG, ("MysteryForCausalLM", "plugin")),
     "plugin that does not import": Failure(
         ("{tiny}", "--attention-backend", "broken"), EXIT_CONFIG,
@@ -90,8 +93,12 @@ class Loud(StatLogger):
 def places(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Models that cannot be served, and a port that is taken."""
     root = tmp_path_factory.mktemp("bad")
-    for name in ("truncated", "broken", "mystery"):
+    names = ("truncated", "broken", "mystery", "mute", "garbled")
+    for name in names:
         shutil.copytree(tiny_model, root / name)
+    for path in (root / "mute").glob("*token*"):
+        path.unlink()
+    (root / "garbled/tokenizer.json").write_text("{")
     weights = root / "truncated/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     (root / "broken/config.json").write_text('{"architectures": ["LlamaForCausalLM"')
@@ -104,7 +111,6 @@ def places(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        names = ("truncated", "broken", "mystery")
         yield {"tiny": str(tiny_model), "root": str(root), "port": port} | {name: str(root / name) for name in names}
 
 
@@ -140,6 +146,11 @@ def test_a_start_that_fails_says_why_in_one_line(
     assert len(lines) == 1, done.stderr
     for part in failure.said:
         assert part.format_map(places) in lines[0]
+
+
+def test_a_tokenizer_of_its_own_is_looked_at_before_anything_is_started(starts: dict[str, Future[Any]]) -> None:
+    log = starts["unknown tokenizer"].result().stderr
+    assert "choosing plugins" not in log and "loading the model" not in log
 
 
 def test_the_context_that_is_said_to_fit_fits(

@@ -105,8 +105,11 @@ def test_requests_get_their_tokens_and_one_end(
     in_process: bool, null: ModuleType, model_dir: Path, options: dict[str, Any]
 ) -> None:
     phases: list[str] = []
+    found: list[str | None] = []
     client = make_client(config_of(model_dir, options), is_server=False, log_level="error", engine_process=in_process)
-    client.start(phases.append)
+    client.start(phases.append, found.append)
+    assert client.resolved is not None
+    assert found == [str(client.resolved.files.tokenizer_dir) if client.resolved.files.tokenizer_dir else None], "told once"
     inbox = Inbox()
     client.listen(inbox.on_deltas, inbox.on_death)
     try:

@@ -22,6 +22,7 @@ from rabbet.engine.messages import (
     Deltas,
     EngineInfo,
     Failed,
+    FilesFound,
     FromEngine,
     Heartbeat,
     Phase,
@@ -75,6 +76,7 @@ class EngineClient(ABC):
         self._on_death: Callable[[EngineDeadError], None] = lambda _error: None
         self._on_phase: Callable[[str], None] = lambda _name: None
         self._phase = "starting the engine"
+        self._files: FilesFound | None = None
         self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._heartbeat: tuple[float, Heartbeat | None] = (time.monotonic(), None)
@@ -106,11 +108,17 @@ class EngineClient(ABC):
 
     # ---- start
 
-    def start(self, on_phase: Callable[[str], None] | None = None) -> None:
+    def start(
+        self,
+        on_phase: Callable[[str], None] | None = None,
+        on_tokenizer: Callable[[str | None], None] | None = None,
+    ) -> None:
         """Start the engine and wait until it serves.
 
         Args:
             on_phase: Told the name of each phase, in another thread.
+            on_tokenizer: Told once, in this thread, where the model's tokenizer is, while the weights are loaded; None
+                where there is none. What it raises ends the start.
 
         Raises:
             RabbetError: What the engine said went wrong, as the same class of ``rabbet.errors``.
@@ -122,6 +130,9 @@ class EngineClient(ABC):
         try:
             self._launch()
             while not self._started.wait(0.2):
+                if self._files is not None and on_tokenizer is not None:
+                    tell, on_tokenizer = on_tokenizer, None
+                    tell(self._files.tokenizer_dir)
                 waited_s = time.monotonic() - began
                 if waited_s > START_LIMIT_S:
                     raise EngineDeadError(f"the engine is not ready after {waited_s:.0f} s; it is {self._phase}")
@@ -130,6 +141,9 @@ class EngineClient(ABC):
                     line_s += START_LINE_S
             if self._start_error is not None:
                 raise self._start_error
+            if self._files is not None and on_tokenizer is not None:
+                # It was ready sooner than we looked.
+                on_tokenizer(self._files.tokenizer_dir)
         except BaseException:
             self.shutdown(0)
             raise
@@ -196,6 +210,8 @@ class EngineClient(ABC):
         elif isinstance(message, UtilityResult):
             error = ServerError(message.error) if message.error is not None else None
             _settle(self._calls.pop(message.call_id, None), value=message.value, error=error)
+        elif isinstance(message, FilesFound):
+            self._files = message
         elif isinstance(message, Phase):
             logger.debug("%s: %.2f s", self._phase, message.seconds)
             self._phase = message.name

@@ -98,6 +98,12 @@ class Phase(_Message, frozen=True, kw_only=True):
     seconds: float
 
 
+class FilesFound(_Message, frozen=True, kw_only=True):
+    """The model is on disk; its weights are not loaded yet. ``tokenizer_dir`` is None if it has no tokenizer."""
+
+    tokenizer_dir: str | None
+
+
 class Ready(_Message, frozen=True, kw_only=True):
     """The engine serves. ``resolved`` is what it runs, as ``resolved_to_bytes`` writes it."""
 
@@ -134,7 +140,7 @@ class Failed(_Message, frozen=True, kw_only=True):
 
 
 ToEngine = Add | Abort | Utility | Shutdown
-FromEngine = Phase | Ready | Deltas | Heartbeat | UtilityResult | Failed
+FromEngine = Phase | FilesFound | Ready | Deltas | Heartbeat | UtilityResult | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

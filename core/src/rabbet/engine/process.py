@@ -20,7 +20,17 @@ from rabbet.config.resolved import resolved_to_bytes
 from rabbet.config.schema import EngineConfig
 from rabbet.engine.core import EngineCore
 from rabbet.engine.loop import EngineLoop
-from rabbet.engine.messages import Failed, FromEngine, Phase, Ready, Start, ToEngine, decode_to_engine, encode
+from rabbet.engine.messages import (
+    Failed,
+    FilesFound,
+    FromEngine,
+    Phase,
+    Ready,
+    Start,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
 from rabbet.engine.transport import Receiver, connect
 from rabbet.errors import ConfigError, PluginError, RabbetError, WeightsError
 from rabbet.worker.child import EXIT_DEAD, make_visible, read_start
@@ -121,7 +131,10 @@ def build(config: EngineConfig, *, is_server: bool, send: Callable[[FromEngine],
         began, current = now, name
 
     phase("choosing plugins")
-    core = EngineCore(resolve(config, is_server=is_server), on_phase=phase)
+    resolved = resolve(config, is_server=is_server)
+    directory = resolved.files.tokenizer_dir
+    send(FilesFound(tokenizer_dir=None if directory is None else str(directory)))
+    core = EngineCore(resolved, on_phase=phase)
     phase("ready")
     logger.info("start: %s", ", ".join(durations))
     return core

@@ -15,6 +15,7 @@ from rabbet.errors import EngineDeadError
 from rabbet.front.base import FrontBase, TrackedRequest
 from rabbet.front.outputs import RequestOutput
 from rabbet.front.processor import Prompt, TokenizedPrompt
+from rabbet.front.tokenizer import Tokenizer
 from rabbet.types.outputs import RequestDelta
 from rabbet.types.sampling import SamplingParams
 
@@ -26,9 +27,9 @@ _LONG_TEXT_CHARS = 16_384
 class AsyncLLM(FrontBase):
     """An engine behind an event loop. Made by ``from_config`` or ``from_model``."""
 
-    def __init__(self, config: EngineConfig, client: EngineClient) -> None:
+    def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
         """Attach to a started client, inside the running event loop."""
-        super().__init__(config, client)
+        super().__init__(config, client, tokenizer)
         self._loop = asyncio.get_running_loop()
         self.on_engine_death: Callable[[EngineDeadError], None] | None = None
         client.listen(self._deltas_from_thread, self._death_from_thread)
@@ -57,8 +58,7 @@ class AsyncLLM(FrontBase):
         """
         client = make_client(config, is_server=is_server, log_level=log_level, engine_process=engine_process)
         try:
-            await asyncio.to_thread(client.start, on_phase)
-            return cls(config, client)
+            return cls(config, client, await asyncio.to_thread(cls.start, config, client, on_phase))
         except BaseException:
             # The thread of a cancelled start still waits; this ends its engine, and so the thread.
             await asyncio.to_thread(client.shutdown)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rabbet.config.schema import EngineConfig
 from rabbet.engine.client import EngineClient
-from rabbet.errors import EngineDeadError, InvalidRequestError, OverloadedError, RabbetError
+from rabbet.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RabbetError
 from rabbet.front.chat import render_chat
 from rabbet.front.defaults import sampling_defaults
 from rabbet.front.processor import Processor, TokenizedPrompt
@@ -74,26 +74,14 @@ class TrackedRequest:
 class FrontBase:
     """A started engine. Not used by itself."""
 
-    def __init__(self, config: EngineConfig, client: EngineClient) -> None:
-        """Read what the ready ``client`` says of the model."""
+    def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
+        """Read what the ready ``client`` says of the model, and its tokenizer unless ``start`` has."""
         resolved, info = client.resolved, client.info
         assert resolved is not None and info is not None, "the client must have been started"
         self.config = config
         self.client = client
         model = config.model
-        directory = resolved.files.tokenizer_dir
-        if model.tokenizer and not model.skip_tokenizer_init:
-            directory = tokenizer_directory(
-                model.tokenizer,
-                revision=model.tokenizer_revision,
-                download_dir=config.load.download_dir,
-                is_offline=config.load.is_offline,
-            )
-        self.tokenizer: Tokenizer | None = None
-        if not model.skip_tokenizer_init and directory is not None:
-            self.tokenizer = load_tokenizer(
-                Path(directory), mode=model.tokenizer_mode, trust_remote_code=model.trust_remote_code
-            )
+        self.tokenizer = tokenizer or _read_tokenizer(config, resolved.files.tokenizer_dir)
         self.chat_template = resolved.files.chat_template or (self.tokenizer.chat_template if self.tokenizer else None)
         self.sampling_defaults = sampling_defaults(model, resolved.files.generation_config)
         self.processor = Processor(
@@ -125,6 +113,28 @@ class FrontBase:
         self._tracked: dict[str, tuple[TrackedRequest, int]] = {}
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
+
+    @staticmethod
+    def start(
+        config: EngineConfig, client: EngineClient, on_phase: Callable[[str], None] | None = None
+    ) -> Tokenizer | None:
+        """Start the engine, and read the tokenizer before and not after it has loaded the weights.
+
+        Returns:
+            The tokenizer; None if it is switched off.
+
+        Raises:
+            ConfigError: If it is missing or not readable.
+            RabbetError: What the engine said went wrong.
+        """
+        found: list[Tokenizer | None] = []
+        if config.model.tokenizer or config.model.skip_tokenizer_init:
+            # It does not depend on the model: nothing needs to be started, or downloaded, for it.
+            found.append(_read_tokenizer(config, None))
+            client.start(on_phase)
+        else:
+            client.start(on_phase, lambda directory: found.append(_read_tokenizer(config, directory)))
+        return found[0]
 
     def settle(self) -> None:
         """Take in what was changed in core by now; asked again once hooks were told that the engine is ready.
@@ -300,6 +310,27 @@ class FrontBase:
     def num_open_requests(self) -> int:
         """Engine requests without an end yet."""
         return len(self._tracked)
+
+
+def _read_tokenizer(config: EngineConfig, directory: Path | str | None) -> Tokenizer | None:
+    """The tokenizer that ``--tokenizer`` names, else that in the model's directory."""
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    if model.tokenizer:
+        directory = tokenizer_directory(
+            model.tokenizer,
+            revision=model.tokenizer_revision,
+            download_dir=config.load.download_dir,
+            is_offline=config.load.is_offline,
+        )
+    if directory is None:
+        raise ConfigError(
+            f"the model {model.model} has no tokenizer; name one with --tokenizer, or serve token ids alone with "
+            "--skip-tokenizer-init",
+            field="model.tokenizer",
+        )
+    return load_tokenizer(Path(directory), mode=model.tokenizer_mode, trust_remote_code=model.trust_remote_code)
 
 
 def _refusal(delta: RequestDelta) -> RabbetError:

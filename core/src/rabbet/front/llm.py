@@ -69,9 +69,8 @@ class LLM:
         self._closed = True
         self.config = config
         client = make_client(self.config, is_server=False, log_level=_log_level(), engine_process=engine_process)
-        client.start()
         try:
-            self._front = FrontBase(self.config, client)
+            self._front = FrontBase(self.config, client, FrontBase.start(self.config, client))
         except BaseException:
             client.shutdown()
             raise
