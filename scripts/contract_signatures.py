@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write core/contracts/KIND.json: the signatures of each contract, by which a change of one is seen and judged.
+"""Write signatures/KIND.json beside the contracts: the signatures of each contract, by which a change of one is seen and judged.
 
 python scripts/contract_signatures.py          write what changed; refuses a change whose version was not raised
 python scripts/contract_signatures.py --check  fail if a file is out of date
@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rabbet_sdk.migrate import differences
+
 from rabbet.contracts import KINDS, Kind
 
 ROOT = Path(__file__).parents[1]
-DUMPS = ROOT / "core" / "contracts"
-_ABSENT = object()
+DUMPS = ROOT / "core" / "src" / "rabbet" / "contracts" / "signatures"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -104,46 +105,6 @@ def _annotation(value: Any) -> str:
     return "" if value is inspect.Parameter.empty else str(value)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``minor`` or ``major``, and what it is, for each difference. Minor is what old plugins cannot notice: a class, a
-    field with a default, a method with a body, an attribute, a member of an enumeration, each of them added."""
-    found: list[tuple[str, str]] = []
-    for name in sorted({*old["classes"], *new["classes"]}):
-        before, after = old["classes"].get(name), new["classes"].get(name)
-        if before is None or after is None:
-            found.append(("minor", f"{name} is new") if before is None else ("major", f"{name} is gone"))
-            continue
-        for group in sorted({*before, *after}):
-            had, has = before.get(group, {}), after.get(group, {})
-            for item in sorted({*had, *has}):
-                one, other = had.get(item, _ABSENT), has.get(item, _ABSENT)
-                if one != other:
-                    found.append(_judge(f"{name}.{item}", group, one, other))
-    return found
-
-
-def _judge(place: str, group: str, one: Any, other: Any) -> tuple[str, str]:
-    if other is _ABSENT:
-        return "major", f"{place} is gone"
-    if one is _ABSENT:
-        if group == "fields" and "default" not in other:
-            return "major", f"{place} is a new field without a default"
-        if group == "methods" and other["is_abstract"]:
-            return "major", f"{place} is a new method that plugins must have"
-        return "minor", f"{place} is new"
-    if group == "methods" and {**one, "is_abstract": False} == {**other, "is_abstract": False}:
-        is_free = one["is_abstract"]
-        return ("minor", f"{place} is optional now") if is_free else ("major", f"{place} is abstract now")
-    return "major", f"{place} was {_short(one)}, is {_short(other)}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict) and "parameters" in value:
-        inner = ", ".join(f"{item['name']}: {item['type']}".removesuffix(": ") for item in value["parameters"])
-        return f"({inner}) -> {value['returns']}"
-    return json.dumps(value)
-
-
 def advice(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """What has to be done about a changed contract; empty if nothing changed, or if its version was raised as it should."""
     found = differences(old, new)
@@ -155,9 +116,9 @@ def advice(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if now[0] > was[0] or (level == "minor" and now[1] > was[1]):
         return ""
     lines = "\n".join(f"  {item}: {text}" for item, text in found)
-    more = (
-        f", keep {kind}.json of {old['version']} as core/contracts/history/{kind}-{old['version']}.json, write an adapter "
-        f"for plugins of {old['version']} and a page docs/migrations/{kind}-{wanted.partition('.')[0]}.md"
+    more = f", keep {kind}.json of {old['version']} as {kind}-{old['version']}.json in {DUMPS.name}/history"
+    more += (
+        f", write an adapter for plugins of {old['version']} and a page docs/migrations/{kind}-{wanted.partition('.')[0]}.md"
         if level == "major"
         else ""
     )

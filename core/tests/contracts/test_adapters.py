@@ -129,8 +129,8 @@ def test_the_dumps_of_both_majors_differ_in_what_the_migration_page_says() -> No
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    old = json.loads((ROOT / "core/contracts/history/logits_processor-1.0.json").read_text())
-    new = json.loads((ROOT / "core/contracts/logits_processor.json").read_text())
+    old = json.loads((ROOT / "core/src/rabbet/contracts/signatures/history/logits_processor-1.0.json").read_text())
+    new = json.loads((ROOT / "core/src/rabbet/contracts/signatures/logits_processor.json").read_text())
     assert (old["version"], new["version"]) == ("1.0", "2.0")
     found = {text.split(" ")[0]: level for level, text in script.differences(old, new)}
     assert found == {"LogitsBatch": "minor", "LogitsProcessor.apply": "major"}

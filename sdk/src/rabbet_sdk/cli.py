@@ -131,6 +131,34 @@ def mutants(
         raise typer.Exit(1)
 
 
+@app.command()
+def migrate(
+    plugin: Annotated[str, typer.Argument(metavar="PLUGIN", help="A distribution, KIND/NAME, or KIND")],
+    since: Annotated[
+        str | None, typer.Option("--from", help="Contract version to start from; the declared one")
+    ] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Contract version to arrive at; this core's")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="Directory for a migration page a contract")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Tell what changed between two versions of the contracts that a plugin is written against."""
+    from rabbet_sdk.migrate import migrate as compare
+    from rabbet_sdk.migrate import migration_page
+
+    rows = compare(plugin, since=since, until=until)
+    for row in rows if page is not None else ():
+        assert page is not None
+        page.mkdir(parents=True, exist_ok=True)
+        (page / f"{row['kind']}-{row['to']}.md").write_text(migration_page(row), encoding="utf-8")
+    if as_json:
+        _print(rows)
+        return
+    for row in rows:
+        typer.echo(f"{row['kind']}: from {row['from']} to {row['to']}: {len(row['changes'])} changes")
+        for item in row["changes"]:
+            typer.echo(f"  {item['level']}: {item['change']}")
+
+
 def _arch(device: str) -> str:
     """Architecture of the device as its platform tells it; empty where none is installed."""
     from rabbet.registry.catalog import Catalog
