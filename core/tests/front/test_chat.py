@@ -142,6 +142,18 @@ GROWS = "{% set n = namespace(t='ab') %}{% for i in range(90) %}{% set n.t = n.t
         ("{{ 10 ** 10 ** 10 ** 10 ** 10 }}", "more than 10000 characters"),
         (GROWS.replace("OP", "+"), "more than 10000 characters"),
         (GROWS.replace("OP", "~"), "more than 10000 characters"),
+        *[
+            ("{% set big = 'a\n\t' * 3000 %}{{ " + code + " }}", "more than 10000 characters")
+            for code in (
+                "'a'|center(10 ** 10)", "'a'.center(10 ** 10)", "'a'.ljust(10 ** 10)", "'a'.zfill(10 ** 10)", "big.expandtabs(10 ** 9)",
+                "big|indent(10 ** 9)", "big|indent(width=10 ** 9)", "big|replace('a', big)", "big.replace('a', big)", "'%010000000000d' % 1",
+                "'%*d' % (10 ** 10, 1)", "'{:10000000000}'.format(1)", "'{:{}}'.format(1, 10 ** 10)", "'{0}{0}'.format(big)",
+                "'%s%s'|format(big, big)", "[big, big]|join", "'x'.join([big, big])", "([1] * 5000)|join(big)", "[big, big]|string",
+                "{'a': [big, big]}|tojson", "[[1]]|tojson(indent=10 ** 9)", "[1]|batch(10 ** 9, 0)|list", "[1]|slice(10 ** 9)|list",
+            )
+        ],
+        ("{{ range(10 ** 12)|list }}", "OverflowError"),
+        ("{{ lipsum(10 ** 9) }}", "lipsum"),
     ],
 )  # fmt: skip
 def test_a_template_has_limits_of_time_and_size(
@@ -155,5 +167,10 @@ def test_a_template_has_limits_of_time_and_size(
 
 
 def test_operators_of_templates_do_what_they_do_elsewhere(byte_level: Tokenizer) -> None:
-    template = "{{ 2 * 3 }}{{ 'a' * 2 }}{{ 2 ** 3 }}{{ 'a' + 'b' }}{{ 1 + 2 }}{{ 'x' ~ 1 ~ none ~ undefined_name }}{{ [1] + [2] }}{{ 1.5 * 2 }}"
-    assert render(byte_level, [{"role": "user", "content": "A"}], template=template) == "6aa8ab3x1None[1, 2]3.0"
+    template = "{{ 'a'|center(3) }}{{ ['a', 1]|join('-') }}{{ 'a b'.replace(' ', '') }}{{ 'x\ny'|indent(1) }}{{ '%s=%d' % ('a', 7) }}{{ '{:>3}'.format(1) }}"
+    template += "{{ [1]|tojson }}{{ 'aa'|replace('a', 'b') }}{{ '%s'|format(2) }}{{ 7 % 4 }}{{ [1, 2]|batch(1)|list }}"
+    template += "{{ 2 * 3 }}{{ 'a' * 2 }}{{ 2 ** 3 }}{{ 'a' + 'b' }}{{ 1 + 2 }}{{ 'x' ~ 1 ~ none ~ undefined_name }}{{ [1] + [2] }}{{ 1.5 * 2 }}"
+    assert (
+        render(byte_level, [{"role": "user", "content": "A"}], template=template)
+        == " a a-1abx\n ya=7  1[1]bb23[[1], [2]]6aa8ab3x1None[1, 2]3.0"
+    )

@@ -6,10 +6,12 @@ Source: the template interface of transformers (names and functions that templat
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -212,10 +214,63 @@ def _check_size(size: int) -> None:
         raise jinja2.TemplateError(f"it makes more than {MAX_RENDERED_CHARS} characters")
 
 
+def _weight(value: Any) -> int:
+    """Characters of a value as text, at least; what is in it twice counts twice."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, dict | list | tuple):
+        return 1
+    total = len(value)
+    for item in (*value, *value.values()) if isinstance(value, dict) else value:
+        total += _weight(item)
+        _check_size(total)
+    return total
+
+
+_PADDED = ("center", "ljust", "rjust", "zfill", "batch", "slice")
+_TEXT_MAKERS = ("format", "format_map", "join", "replace", "expandtabs", "indent", "string", "tojson", *_PADDED)
+_NUMBER = re.compile("[0-9]+")
+
+
+def _check_text(name: str, value: Any, *given: Any) -> None:
+    """Refuse a call of a filter or of a text's method, by the least that it would make, before it is made."""
+    if name not in _TEXT_MAKERS:
+        return
+    size, others = _weight(value), [_weight(item) for item in given]
+    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    if name == "join":
+        # As a filter the parts come first, as a method the separator.
+        parts, separator = (given[0], value) if isinstance(value, str) and given else (value, given[0] if given else "")
+        size = _weight(parts) + (len(parts) if hasattr(parts, "__len__") else 0) * _weight(separator)
+    elif name == "replace" and len(given) > 1:
+        size += str(value).count(str(given[0])) * others[1]
+    elif name in ("expandtabs", "indent"):
+        size += (str(value).count("\t" if name == "expandtabs" else "\n") + 1) * max(number, *others, 8)
+    elif name in ("format", "format_map"):
+        size += sum(int(digits[:12]) for digits in _NUMBER.findall(str(value)))
+        size += (str(value).count("{") + str(value).count("%")) * max(others, default=0)
+        # Widths that are values themselves: %*d and {:{width}}.
+        size += size * number if "*" in str(value) or "{" in str(value) else 0
+    elif name in _PADDED or name == "tojson":
+        size += number * (size if name == "tojson" else 1)
+    _check_size(size)
+
+
+def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that makes no text beyond the limit."""
+
+    @functools.wraps(made)
+    def bounded(*args: Any, **options: Any) -> Any:
+        _check_text(name, *args[hasattr(made, "jinja_pass_arg") :], *options.values())
+        return made(*args, **options)
+
+    return bounded
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """One whose templates end in time, and whose values have a bound where they can grow fast."""
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse what would be too large before it is made."""
@@ -227,7 +282,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for size, times in zip(sizes, (right, left), strict=True):
             if operator == "*" and size is not None and isinstance(times, int):
                 _check_size(size * times)
+        if operator == "%" and isinstance(left, str):
+            _check_text("format", left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, made: Any, *args: Any, **options: Any) -> Any:
+        """Refuse methods of texts whose text would be too large."""
+        method = getattr(made, "__wrapped__", made)
+        if isinstance(owner := getattr(method, "__self__", None), str):
+            _check_text(method.__name__, owner, *args, *options.values())
+        return super().call(context, made, *args, **options)
 
     def tick(self) -> str:
         """Called wherever a template repeats something."""
@@ -266,6 +330,13 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationMark]
     )
     environment.filters["tojson"] = _tojson
+    for name in _TEXT_MAKERS:
+        if name in environment.filters:
+            environment.filters[name] = _bounded(name, environment.filters[name])
+    # Fillers and printers of any size, which no prompt needs.
+    for table, names in ((environment.filters, ("pprint", "urlize", "xmlattr")), (environment.globals, ("lipsum",))):
+        for name in names:
+            table.pop(name, None)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
