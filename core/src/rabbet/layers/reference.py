@@ -13,6 +13,8 @@ from rabbet.contracts.linear import LinearBackend, LinearQuery, MoEBackend, MoEQ
 
 __all__ = ["TorchLayerOps", "TorchLinearBackend", "TorchMoEBackend"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 class TorchLayerOps(LayerOps):
     """Each operation as its formula; statistics in float32."""
@@ -66,6 +68,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool
     return torch.cat((out.to(x.dtype), rest), dim=-1) if rest.shape[-1] else out.to(x.dtype)
 
 
+def _dtype_refusals(dtype: str) -> tuple[Refusal, ...]:
+    if dtype in _DTYPES:
+        return ()
+    return (Refusal(code="DTYPE", message=f"{dtype}; {', '.join(_DTYPES)} are supported", fix="--dtype float32"),)
+
+
 @register_linear_backend("torch")
 class TorchLinearBackend(LinearBackend):
     """``torch.nn.functional.linear`` on any device."""
@@ -73,9 +81,12 @@ class TorchLinearBackend(LinearBackend):
     @classmethod
     def supports(cls, query: LinearQuery) -> tuple[Refusal, ...]:
         """Dense weights of the activations' type."""
+        refusals = [*_dtype_refusals(query.dtype)]
+        if query.weight_dtype != query.dtype:
+            refusals.append(Refusal(code="WEIGHT_DTYPE", message=f"{query.weight_dtype} weights under {query.dtype}"))
         if query.scheme != "none":
-            return (Refusal(code="SCHEME", message=f"dense weights only, not {query.scheme}"),)
-        return ()
+            refusals.append(Refusal(code="SCHEME", message=f"dense weights only, not {query.scheme}"))
+        return tuple(refusals)
 
     def pack(self, weight_OI: torch.Tensor) -> Any:
         """The weight itself."""
@@ -93,7 +104,7 @@ class TorchMoEBackend(MoEBackend):
     @classmethod
     def supports(cls, query: MoEQuery) -> tuple[Refusal, ...]:
         """Dense silu experts."""
-        refusals = []
+        refusals = [*_dtype_refusals(query.dtype)]
         if query.scheme != "none":
             refusals.append(Refusal(code="SCHEME", message=f"dense experts only, not {query.scheme}"))
         if query.activation != "silu":

@@ -52,12 +52,14 @@ class CpuLinear(LinearBackend):
 
     @classmethod
     def supports(cls, query: LinearQuery) -> tuple[Refusal, ...]:
-        """Dense float32 and bfloat16."""
+        """Dense float32 and bfloat16, weights of the activations' type."""
         refusals = []
         if query.device_type != "cpu":
             refusals.append(Refusal(code="DEVICE", message=f"runs on cpu, not on {query.device_type}"))
         if query.dtype not in ("float32", "bfloat16"):
             refusals.append(Refusal(code="DTYPE", message=f"{query.dtype}; float32 and bfloat16 are supported"))
+        if query.weight_dtype != query.dtype:
+            refusals.append(Refusal(code="WEIGHT_DTYPE", message=f"{query.weight_dtype} weights under {query.dtype}"))
         if query.scheme != "none":
             refusals.append(Refusal(code="SCHEME", message=f"dense weights only, not {query.scheme}"))
         return tuple(refusals)
