@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from rabbet.worker.directory import SocketDirectory
 
 # Enough steps that a stream of the tiny model outlives a signal by seconds.
 LONG = 1500
@@ -150,3 +153,27 @@ def test_two_ranks_say_what_one_says_and_leave_no_process_when_the_server_is_kil
         pair.process.kill()
         pair.process.wait()
     wait_until(lambda: not any(map(is_alive, family)), "engine and workers are gone", 15)
+
+
+def test_no_rank_outlives_a_killed_engine_and_the_next_start_sweeps_what_it_left(
+    serve_tiny: Callable[..., Any], wait_until: Wait, tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    scratch = tmp_path_factory.mktemp("t")
+    server = serve_tiny("--tensor-parallel-size", "2", environment={"TMPDIR": str(scratch)})
+    engine, ranks = server.engine_pid(), server.worker_pids()
+    assert len(ranks) == 2
+    with server.stream(max_tokens=NEVER_ENDS) as events:
+        next(events)
+        # A stopped process runs no thread that could watch its parent.
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, ranks)), "the ranks are gone", 10)
+    assert server.process.wait(timeout=20) == EXIT_ENGINE_DEAD
+    left = list(scratch.iterdir())
+    assert left, "nobody was there to remove it"
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    directory = SocketDirectory()
+    assert list(scratch.iterdir()) == [directory.path]
+    directory.close()

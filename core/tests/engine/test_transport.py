@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-import stat
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import zmq
@@ -24,10 +22,11 @@ from rabbet.engine.messages import (
     decode_to_engine,
     encode,
 )
-from rabbet.engine.transport import Receiver, SocketDirectory, connect
+from rabbet.engine.transport import Receiver, connect
 from rabbet.types.outputs import FinishReason, RequestDelta, TokenLogprobs
 from rabbet.types.request import EngineRequest
 from rabbet.types.sampling import SamplingParams, StructuredOutputsParams
+from rabbet.worker.directory import SocketDirectory
 
 
 @pytest.fixture
@@ -75,25 +74,6 @@ def test_deltas_travel_whole() -> None:
         queued_s=0.5,
     )
     assert decode_from_engine(encode(Deltas(deltas=[delta]))) == Deltas(deltas=[delta])
-
-
-def test_directories_are_private_and_go_away() -> None:
-    directory = SocketDirectory()
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
-    directory.close()
-    directory.close()
-    assert not directory.path.exists()
-
-
-def test_a_long_temporary_directory_does_not_break_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    directory, context = SocketDirectory(), zmq.Context()
-    connect(context, zmq.PULL, directory.address("from-engine"), bind=True).close(0)
-    context.term()
-    directory.close()
-    assert list(long.iterdir()) == []
 
 
 def test_rubbish_is_dropped_with_one_line_and_the_rest_arrives(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -71,7 +74,7 @@ def plan(step_id: int, *token_ids: int) -> StepPlan:
 def assert_gone(executor: MultiprocessExecutor) -> None:
     executor.shutdown()
     assert all(process.returncode is not None for process in executor._processes)
-    assert not executor._directory.exists()
+    assert not executor._directory.path.exists()
     with pytest.raises(EngineDeadError):
         executor.check_health()
     with pytest.raises(EngineDeadError):
@@ -181,3 +184,27 @@ def test_ranks_import_nothing_from_the_current_directory(
     executor = ready(start())
     assert executor.execute(plan(1, 3)).result(WAIT_S).sampled_token_ids
     assert_gone(executor)
+
+
+def test_ranks_outlive_the_thread_that_made_their_executor(start: Callable[..., MultiprocessExecutor]) -> None:
+    made: list[MultiprocessExecutor] = []
+    thread = threading.Thread(target=lambda: made.append(start()))
+    thread.start()
+    thread.join()
+    executor = ready(made[0])
+    assert executor.execute(plan(1, 3)).result(WAIT_S).sampled_token_ids == {"r1": [4]}
+    executor.shutdown()
+    assert [process.returncode for process in executor._processes] == [0, 0]
+
+
+def test_a_rank_that_cannot_be_started_leaves_nothing(
+    start: Callable[..., MultiprocessExecutor],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    scratch = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(sys, "executable", str(scratch / "python"))
+    with pytest.raises(FileNotFoundError):
+        start()
+    assert list(scratch.iterdir()) == []

@@ -8,6 +8,7 @@ from rabbet.contracts.executor import MemoryReport
 from rabbet.types.kv import KVCacheConfig, KVCacheSpec
 from rabbet.types.outputs import StepResult
 from rabbet.types.plan import StepPlan
+from rabbet.worker.child import StartMessage
 
 __all__ = [
     "Close",
@@ -33,16 +34,13 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     """Base: positional fields behind the class's name."""
 
 
-class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """First bytes on a worker's standard input."""
+class WorkerStart(StartMessage, frozen=True, kw_only=True):
+    """What a rank is told first."""
 
     resolved: bytes
     rank: int
     world_size: int
     init_method: str
-    socket_dir: str
-    path: list[str]
-    modules: list[str]
 
 
 class Load(_Message, frozen=True):

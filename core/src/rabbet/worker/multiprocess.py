@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 import rabbet.errors as errors
@@ -29,6 +25,8 @@ from rabbet.registry.onefile import MODULE_PREFIX
 from rabbet.types.kv import KVCacheConfig, KVCacheSpec
 from rabbet.types.outputs import StepResult
 from rabbet.types.plan import StepPlan
+from rabbet.worker.child import spawn
+from rabbet.worker.directory import SocketDirectory
 from rabbet.worker.messages import (
     Close,
     Done,
@@ -88,17 +86,17 @@ class MultiprocessExecutor(Executor):
         """See ``Executor``. Starts the processes."""
         super().__init__(config)
         self._world_size: int = config.world_size
-        self._directory = Path(tempfile.mkdtemp(prefix="rabbet-ranks-"))
+        self._directory = SocketDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._results = self._context.socket(zmq.PULL)
-        self._results.bind(f"ipc://{self._directory}/results")
+        self._results.bind(self._directory.address("results"))
         self._outboxes = []
         for rank in range(self._world_size):
             # This side connects, so that what is sent waits for a rank that is not there yet or no more. Were it bound,
             # sending would block for ever, with the lock held that telling of the rank's death needs.
             outbox = self._context.socket(zmq.PUSH)
             outbox.set_hwm(0)
-            outbox.connect(f"ipc://{self._directory}/rank-{rank}")
+            outbox.connect(self._directory.address(f"rank-{rank}"))
             self._outboxes.append(outbox)
         self._pending: deque[_Pending] = deque()
         self._oldest_since = time.monotonic()
@@ -107,36 +105,38 @@ class MultiprocessExecutor(Executor):
         self._evidence: list[tuple[str, str]] = []
         self._is_closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._reader = threading.Thread(target=self._read, name="rabbet-ranks-reader", daemon=True)
+        self._started: Future[None] = Future()
+        self._ended = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="rabbet-ranks", daemon=True)
+        self._keeper.start()
         try:
-            for rank in range(self._world_size):
-                self._spawn(rank)
+            self._started.result()
         except BaseException:
             self.shutdown()
             raise
-        self._reader.start()
 
-    def _spawn(self, rank: int) -> None:
-        start = WorkerStart(
+    def _keep(self) -> None:
+        """Start the ranks and read their answers. The kernel ends them with this thread, so it stays until they are gone."""
+        try:
+            for rank in range(self._world_size):
+                self._processes.append(spawn("rabbet.worker.process", self._start_message(rank)))
+            self._started.set_result(None)
+        except Exception as error:  # noqa: BLE001  handed to the thread that makes the executor
+            self._started.set_exception(error)
+        else:
+            self._read()
+        self._ended.wait()
+
+    def _start_message(self, rank: int) -> WorkerStart:
+        return WorkerStart(
             resolved=resolved_to_bytes(self.config),
             rank=rank,
             world_size=self._world_size,
-            init_method=f"file://{self._directory}/rendezvous",
-            socket_dir=str(self._directory),
+            init_method=f"file://{self._directory.path}/rendezvous",
+            socket_dir=str(self._directory.path),
             path=[path for path in sys.path if path],
             modules=_importable_modules(),
         )
-        data = msgspec.msgpack.encode(start)
-        # -P: what lies in the current directory is no module of ours.
-        process = subprocess.Popen([sys.executable, "-P", "-m", "rabbet.worker.process"], stdin=subprocess.PIPE)
-        self._processes.append(process)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(len(data).to_bytes(8, "little") + data)
-            process.stdin.flush()
-        except BrokenPipeError:
-            # It ended before it had read that much; the reader sees its status.
-            logger.debug("rank %d ended before it read its configuration", rank)
 
     # ---- commands
 
@@ -202,7 +202,7 @@ class MultiprocessExecutor(Executor):
 
     def _read(self) -> None:
         try:
-            while not self._is_closing:
+            while not self._ended.is_set():
                 if self._results.poll(_POLL_MS):
                     self._take(decode_from_worker(self._results.recv()))
                 elif (problem := self._problem()) is not None:
@@ -266,12 +266,11 @@ class MultiprocessExecutor(Executor):
         if self._is_closing:
             return
         self._is_closing = True
-        is_healthy = self._death is None and self._reader.is_alive()
-        if self._reader.is_alive():
-            self._reader.join()
+        wait([self._started])
+        is_healthy = self._death is None and self._started.exception() is None
+        self._die(EngineDeadError("the executor is shut down"))
         for outbox in self._outboxes:
             outbox.send(encode(Close()), zmq.NOBLOCK)
-        self._die(EngineDeadError("the executor is shut down"))
         # One deadline for all: they end side by side.
         deadline = time.monotonic() + (_EXIT_WAIT_S if is_healthy else 0.1)
         for process in self._processes:
@@ -283,10 +282,12 @@ class MultiprocessExecutor(Executor):
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
+        self._ended.set()
+        self._keeper.join()
         for socket in (*self._outboxes, self._results):
             socket.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()
 
 
 def _importable_modules() -> list[str]:

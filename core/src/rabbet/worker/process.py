@@ -5,21 +5,17 @@ Standard input stays open as long as the engine lives; its end ends the worker.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from rabbet.config.resolved import resolved_from_bytes
 from rabbet.errors import RabbetError
 from rabbet.registry.onefile import stage_file
 from rabbet.runner.runner import DeviceRunner
+from rabbet.worker.child import EXIT_DEAD, make_visible, read_start
 from rabbet.worker.messages import (
     Close,
     Done,
@@ -42,25 +38,12 @@ __all__ = ["main"]
 logger = logging.getLogger(__name__)
 
 
-def _watch_parent(descriptor: int) -> None:
-    def watch() -> None:
-        while os.read(descriptor, 1):
-            pass
-        os._exit(3)
-
-    threading.Thread(target=watch, name="rabbet-parent-watch", daemon=True).start()
-
-
 class _Worker:
     """A rank that obeys."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
-        for path in start.path:
-            if path not in sys.path:
-                sys.path.append(path)
-        for module in start.modules:
-            importlib.import_module(module)
+        make_visible(start)
         self._resolved = resolved_from_bytes(start.resolved)
         for file in self._resolved.config.plugins.files:
             stage_file(Path(file))
@@ -93,11 +76,11 @@ class _Worker:
 def _answer(worker: _Worker, rank: int, command: ToWorker) -> FromWorker:
     try:
         return worker.obey(command)
-    except Exception as error:  # noqa: BLE001  the edge of the process: the executor decides what it means
+    except BaseException as error:  # noqa: BLE001  the edge of the process: the executor decides what it means
         return _failure(rank, error)
 
 
-def _failure(rank: int, error: Exception) -> WorkerFailed:
+def _failure(rank: int, error: BaseException) -> WorkerFailed:
     if isinstance(error, RabbetError):
         return WorkerFailed(rank=rank, kind=type(error).__name__, message=str(error))
     logger.error("rank %d failed", rank, exc_info=error)
@@ -106,12 +89,7 @@ def _failure(rank: int, error: Exception) -> WorkerFailed:
 
 def main() -> int:
     """Entry of the process."""
-    # Signals for the whole service are the front's affair; a handler, and not SIG_IGN, which children would inherit.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    stream = sys.stdin.buffer
-    start = msgspec.msgpack.decode(stream.read(int.from_bytes(stream.read(8), "little")), type=WorkerStart)
-    _watch_parent(sys.stdin.fileno())
+    start = read_start(WorkerStart)
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -121,9 +99,9 @@ def main() -> int:
     try:
         try:
             worker = _Worker(start)
-        except Exception as error:  # noqa: BLE001  the edge of the process: the cause must not be lost with it
+        except BaseException as error:  # noqa: BLE001  the edge of the process: the cause must not be lost with it
             outbox.send(encode(_failure(start.rank, error)))
-            return 3
+            return EXIT_DEAD
         while True:
             command = decode_to_worker(inbox.recv())
             if isinstance(command, Close):
