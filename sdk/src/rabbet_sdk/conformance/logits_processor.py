@@ -215,17 +215,6 @@ class LogitsProcessorConformance(PluginConformance):
                     if i == mine or extreme is None:
                         self._same(subject, got[i], request, f"row {i}, slot {slot}, neighbours {extreme}")
 
-    def test_a_step_may_have_any_of_the_rows(self, subject: Subject) -> None:
-        """Requests that wait or are left out miss steps."""
-        processor, chance = self._build(subject), random.Random(2)
-        rows = list(enumerate(self._requests()[:_SLOTS]))
-        for slot, request in rows:
-            self._add(processor, slot, request)
-        for size in (_SLOTS, 1, 3, 2, _SLOTS, 4):
-            some = chance.sample(rows, size)
-            for got, (slot, request) in zip(self._apply(processor, some), some, strict=True):
-                self._same(subject, got, request, f"{size} of {_SLOTS} rows, slot {slot}")
-
     def test_verified_drafts_are_rows_of_one_slot(self, subject: Subject) -> None:
         """Each with the tokens before it; there may be more rows than requests."""
         requests = [request for request in self._requests() if len(request.output) >= 9][:3]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Mutant", "all_mutants", "mutant_kinds"]
+__all__ = ["Mutant", "all_mutants", "mutant_kinds", "planter"]
 
 _NOT_KINDS = {"__init__", "base", "run"}
 
@@ -35,6 +36,18 @@ class Mutant:
     modules: Mapping[str, str] = field(default_factory=dict)
     manifest: str | None = None
     knobs: str = ""
+
+
+def planter(module: dict[str, Any], register: Callable[[str], Any], twin: type) -> Callable[..., Mutant]:
+    """A function that registers the twin with ``parts`` in place of its own, as an attribute of ``module``."""
+
+    def plant(name: str, caught_by: str, story: str, *, claims: str | None = None, **parts: Any) -> Mutant:
+        title, home = name.title().replace("_", ""), module["__name__"]
+        cls = type(title, (twin,), {"__module__": home, "__doc__": story, **parts})
+        module[title] = register(name)(cls)
+        return Mutant(name=name, target=f"{home}:{title}", caught_by=f"test_{caught_by}", story=story, claims=claims)
+
+    return plant
 
 
 def mutant_kinds() -> tuple[str, ...]:

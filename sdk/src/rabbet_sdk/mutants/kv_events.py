@@ -11,20 +11,14 @@ from typing import Any
 
 from rabbet.contracts import register_kv_event_publisher
 from rabbet.contracts.observability import KVEvent
-from rabbet_sdk.mutants.base import Mutant
+from rabbet_sdk.mutants.base import planter
 from rabbet_sdk.strict.kv_events import StrictPublisher
 
 __all__ = ["MUTANTS"]
 
 Events = Sequence[KVEvent]
 
-
-def _plant(name: str, caught_by: str, story: str, **parts: Any) -> Mutant:
-    """Register the twin with ``parts`` in place of its own, as an attribute of this module."""
-    title = name.title().replace("_", "")
-    cls = type(title, (StrictPublisher,), {"__module__": __name__, "__doc__": story, **parts})
-    globals()[title] = register_kv_event_publisher(name)(cls)
-    return Mutant(name=name, target=f"{__name__}:{title}", caught_by=f"test_{caught_by}", story=story)
+_plant = planter(globals(), register_kv_event_publisher, StrictPublisher)
 
 
 def _write_at_once(self: Any, events: Events) -> None:

@@ -6,18 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from rabbet.contracts import register_logits_processor
-from rabbet_sdk.mutants.base import Mutant
+from rabbet_sdk.mutants.base import Mutant, planter
 from rabbet_sdk.strict.logits_processor import StrictLogits
 
 __all__ = ["MUTANTS"]
 
-
-def _plant(name: str, caught_by: str, story: str, **parts: Any) -> Mutant:
-    """Register the twin with ``parts`` in place of its own, as an attribute of this module."""
-    title = name.title().replace("_", "")
-    cls = type(title, (StrictLogits,), {"__module__": __name__, "__doc__": story, **parts})
-    globals()[title] = register_logits_processor(name)(cls)
-    return Mutant(name=name, target=f"{__name__}:{title}", caught_by=f"test_{caught_by}", story=story)
+_plant = planter(globals(), register_logits_processor, StrictLogits)
 
 
 def _by_row(self: Any, batch: Any) -> Any:

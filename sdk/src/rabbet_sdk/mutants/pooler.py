@@ -7,18 +7,12 @@ from typing import Any
 import torch
 
 from rabbet.contracts import register_pooler
-from rabbet_sdk.mutants.base import Mutant
+from rabbet_sdk.mutants.base import planter
 from rabbet_sdk.strict.pooler import StrictPooler, _Sum
 
 __all__ = ["MUTANTS"]
 
-
-def _plant(name: str, caught_by: str, story: str, *, claims: str | None = None, **parts: Any) -> Mutant:
-    """Register the twin with ``parts`` in place of its own, as an attribute of this module."""
-    title = name.title().replace("_", "")
-    cls = type(title, (StrictPooler,), {"__module__": __name__, "__doc__": story, **parts})
-    globals()[title] = register_pooler(name)(cls)
-    return Mutant(name=name, target=f"{__name__}:{title}", caught_by=f"test_{caught_by}", story=story, claims=claims)
+_plant = planter(globals(), register_pooler, StrictPooler)
 
 
 def _keep_view(_self: Any, state: Any, hidden_TN: torch.Tensor) -> None:
