@@ -314,7 +314,7 @@ class _TokenScheduler(Scheduler):
         start = request.num_computed_tokens + (hit.num_tokens if hit else 0) + external.num_tokens
         is_loading = external.is_async and external.num_tokens > 0
         count = 0 if is_loading else self._first_tokens(request, start, draft.tokens_left)
-        if not (count or is_loading) or not self._has_room(request, hit):
+        if not (count or is_loading) or not self._has_room(request, hit, is_loading):
             return _Turn.BLOCKED
         blocks = self._kv.allocate(request, count, hit=hit, num_external_tokens=external.num_tokens)
         if blocks is None:
@@ -366,10 +366,12 @@ class _TokenScheduler(Scheduler):
         # Without chunked prefill a request that was preempted may have outgrown every step: it alone is split.
         return tokens_left if count > self.context.max_num_batched_tokens else 0
 
-    def _has_room(self, request: Request, hit: CacheHit | None) -> bool:
+    def _has_room(self, request: Request, hit: CacheHit | None, is_loading: bool) -> bool:
         """Whether the whole request fits now, so that it is not admitted only to be preempted halfway."""
-        if not self.context.reserve_full_prompt or not self._running:
+        if not self._kv.usage or (not self.context.reserve_full_prompt if self._running else is_loading):
             return True
+        # Where nothing runs, waiting requests that have loaded may still hold blocks: without the check the head would be
+        # admitted and preempted for ever, and nobody would take those blocks from them.
         # The next token counts too: async scheduling drops the one under way when it preempts, so a request that comes
         # back where its known tokens just fit would be preempted at once, without having got any further.
         num_tokens = request.num_known_tokens + 1
