@@ -150,7 +150,9 @@ def _find(name: str, spelling: str) -> tuple[Place, Flag | None]:
     if flag is None or not all(keys) or (keys and dict not in kinds_of(flag.annotation)):
         known = [*flags(), *(f"{known.replace('_', '-')}-config" for known in sections()), "config"]
         shown = variable_of if spelling.startswith(PREFIX) else str
-        raise ConfigError(f"there is no option {spelling}{_did_you_mean(normal, known, shown)}; see rabbet serve --help")
+        raise ConfigError(
+            f"there is no option {spelling}{_did_you_mean(normal, known, shown)}; see rabbet serve --help"
+        )
     return (*flag.place, *keys), flag
 
 

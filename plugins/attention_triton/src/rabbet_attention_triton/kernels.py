@@ -1,0 +1,269 @@
+"""The kernels: keys and values into the cache, split decoding, tiled chunks. Names of constants are explained here once.
+
+A page of the cache is [2, K, S, D]: keys before values, heads outside of slots, so that the slots of a head are one run of
+memory. G query heads share a key head; they and the query tokens of a request are the rows of one tile, so that each key
+is read once for all of them: row r is query token r // G and head r % G of the group.
+
+Online softmax as in FlashAttention (arXiv 2205.14135); powers of two in place of e, with the factor in the scale. Splits
+over keys as in Flash-Decoding: each split leaves its unnormalised sum, its largest score and its weight, and whichever
+program ends last for a row adds them up, which needs no second launch.
+
+Shapes: T tokens, B requests, H query heads, K key heads, G = H / K, D head size, S slots of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["chunk_kernel", "decode_kernel", "store_kernel"]
+
+_IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter keeps bfloat16 as bits, and multiplies these."""
+
+
+@triton.jit
+def _product(a, b, sum):
+    if _IS_INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision="ieee")
+    return tl.dot(a, b, sum, input_precision="ieee")
+
+
+@triton.jit
+def store_kernel(
+    k, v, cache, slots,
+    k_token, k_head, v_token, v_head, page,
+    K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One token a program: its K heads of keys and values go to its slot; a slot of -1 writes nothing."""
+    token = tl.program_id(0)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        heads = tl.arange(0, HEADS)[:, None]
+        dims = tl.arange(0, WIDTH)[None, :]
+        inside = (heads < K) & (dims < D)
+        target = cache + (slot // S) * page + heads * (S * D) + (slot % S) * D + dims
+        keys = tl.load(k + token.to(tl.int64) * k_token + heads * k_head + dims, inside)
+        tl.store(target, keys.to(cache.dtype.element_ty), inside)
+        values = tl.load(v + token.to(tl.int64) * v_token + heads * v_head + dims, inside)
+        tl.store(target + K * S * D, values.to(cache.dtype.element_ty), inside)
+
+
+@triton.jit
+def _attend(
+    q, most, weight, total, cache, table, positions, slopes,
+    begin, end, lowest, length, page, head, scale, window, soft_cap,
+    K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys ``begin`` to ``end`` of one request for a tile of rows; ``begin`` is a multiple of COLUMNS.
+
+    Args:
+        q: [M, WIDTH] queries.
+        most: [M] largest score so far, times log2(e).
+        weight: [M] sum of powers so far.
+        total: [M, WIDTH] sum of weighted values so far.
+        positions: [M] of the rows.
+        lowest: First key that any row sees; the table may say anything of those before it.
+        IS_MASKED: Whether a key may be hidden from a row, or lie past ``length``.
+    """
+    columns = tl.arange(0, COLUMNS)
+    dims = tl.arange(0, WIDTH)
+    part = head * (S * D)
+    for start in range(begin, end, COLUMNS):
+        keys_at = start + columns
+        if IS_MASKED:
+            present = (keys_at >= lowest) & (keys_at < length)
+            block = tl.load(table + keys_at // S, present, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + keys_at // S).to(tl.int64)
+        place = block * page + part + (keys_at % S) * D
+        # What lies outside may be anything, and so may what is right of D: neither may reach a product.
+        if IS_MASKED:
+            inside = present[:, None] & (dims < D)[None, :]
+            keys = tl.load(cache + place[:, None] + dims[None, :], inside, other=0.0)
+        elif WIDTH != D:
+            keys = tl.load(cache + place[:, None] + dims[None, :], (dims < D)[None, :], other=0.0)
+        else:
+            keys = tl.load(cache + place[:, None] + dims[None, :])
+        scores = _product(q, tl.trans(keys.to(q.dtype)), None) * scale
+        if HAS_SOFT_CAP:
+            # tanh, with the factor log2(e) taken out of the scale and put back.
+            scaled = scores / (soft_cap * 1.4426950408889634)
+            power = tl.exp2(2.8853900817779268 * -tl.abs(scaled))
+            curve = (1.0 - power) / (1.0 + power)
+            scores = tl.where(scaled >= 0, curve, -curve) * (soft_cap * 1.4426950408889634)
+        if HAS_ALIBI:
+            scores -= slopes[:, None] * (positions[:, None] - keys_at[None, :]).to(tl.float32) * 1.4426950408889634
+        if IS_MASKED:
+            seen = present[None, :] & (keys_at[None, :] <= positions[:, None])
+            if HAS_WINDOW:
+                seen &= keys_at[None, :] > positions[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(most, tl.max(scores, 1))
+        # A row that has seen nothing yet keeps minus infinity, and must not make NaN of it.
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        powers = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(most - base)
+        weight = weight * shrink + tl.sum(powers, 1)
+        total = total * shrink[:, None]
+        if IS_MASKED:
+            values = tl.load(cache + (place + K * S * D)[:, None] + dims[None, :], inside, other=0.0)
+        elif WIDTH != D:
+            values = tl.load(cache + (place + K * S * D)[:, None] + dims[None, :], (dims < D)[None, :], other=0.0)
+        else:
+            values = tl.load(cache + (place + K * S * D)[:, None] + dims[None, :])
+        total = _product(powers.to(q.dtype), values.to(q.dtype), total)
+        most = highest
+    return most, weight, total
+
+
+@triton.jit
+def decode_kernel(
+    q, cache, out, partial, marks, counters, requests, query_start, seq_lens, tables, sinks, slopes,
+    q_token, q_head, page, table_row, scale, window, soft_cap,
+    K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_LIST: tl.constexpr,
+):  # fmt: skip
+    """One split of one key head of one request with few query tokens: at most ROWS / G.
+
+    Args:
+        partial: float32 [B, K, SPLITS, ROWS, WIDTH] sums of splits.
+        marks: float32 [B, K, SPLITS, 2, ROWS] largest scores and weights of splits.
+        counters: int32 [B, K], zero before and after.
+        requests: int32 [B] which requests, if HAS_LIST; else all, in order.
+        SPLITS: Programs a head; short requests use fewer, and a split has at least SHORTEST keys.
+    """
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    request = tl.load(requests + index) if HAS_LIST else index
+    first = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - first
+    length = tl.load(seq_lens + request)
+    lowest = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(length - count - window + 1, 0)
+    start = lowest // COLUMNS * COLUMNS
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - start, SPLITS), COLUMNS) * COLUMNS, SHORTEST)
+    used = tl.maximum(tl.cdiv(length - start, share), 1)
+    if split >= used:
+        return
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, WIDTH)
+    tokens = rows // G
+    heads = head * G + rows % G
+    is_row = tokens < count
+    positions = length - count + tokens
+    inside = is_row[:, None] & (dims < D)[None, :]
+    offsets = (first + tokens).to(tl.int64)
+    queries = tl.load(q + offsets[:, None] * q_token + heads[:, None] * q_head + dims[None, :], inside, other=0.0)
+    slope = tl.load(slopes + heads) if HAS_ALIBI else tl.zeros((ROWS,), tl.float32)
+    begin = start + split * share
+    most, weight, total = _attend(
+        queries, tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS, WIDTH), tl.float32), cache, tables + request.to(tl.int64) * table_row, positions, slope,
+        begin, tl.minimum(begin + share, length), lowest, length, page, head, scale, window, soft_cap,
+        K, S, D, WIDTH, COLUMNS, HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI, True,
+    )  # fmt: skip
+    if SPLITS > 1:
+        if used > 1:
+            place = (index * K + head).to(tl.int64) * SPLITS
+            mine = place + split
+            tl.store(partial + mine * (ROWS * WIDTH) + rows[:, None] * WIDTH + dims[None, :], total)
+            tl.store(marks + mine * (2 * ROWS) + rows, most)
+            tl.store(marks + mine * (2 * ROWS) + ROWS + rows, weight)
+            # All threads' stores come before the count, which the last program sees at its own.
+            tl.debug_barrier()
+            if tl.atomic_add(counters + index * K + head, 1, sem="acq_rel") < used - 1:
+                return
+            tl.store(counters + index * K + head, 0)
+            most = tl.full((ROWS,), float("-inf"), tl.float32)
+            weight = tl.zeros((ROWS,), tl.float32)
+            total = tl.zeros((ROWS, WIDTH), tl.float32)
+            for other in range(0, used):
+                its = place + other
+                its_most = tl.load(marks + its * (2 * ROWS) + rows, cache_modifier=".cg")
+                its_weight = tl.load(marks + its * (2 * ROWS) + ROWS + rows, cache_modifier=".cg")
+                its_total = tl.load(
+                    partial + its * (ROWS * WIDTH) + rows[:, None] * WIDTH + dims[None, :], cache_modifier=".cg"
+                )
+                highest = tl.maximum(most, its_most)
+                base = tl.where(highest == float("-inf"), 0.0, highest)
+                total = total * tl.exp2(most - base)[:, None] + its_total * tl.exp2(its_most - base)[:, None]
+                weight = weight * tl.exp2(most - base) + its_weight * tl.exp2(its_most - base)
+                most = highest
+    if HAS_SINKS:
+        weight += tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - most)
+    result = total / tl.where(is_row, weight, 1.0)[:, None]
+    tl.store(
+        out + offsets[:, None] * (K * G * D) + heads[:, None] * D + dims[None, :],
+        result.to(out.dtype.element_ty), inside,
+    )  # fmt: skip
+
+
+@triton.jit
+def chunk_kernel(
+    q, cache, out, tile_requests, tile_starts, query_start, seq_lens, tables, sinks, slopes,
+    q_token, q_head, page, table_row, scale, window, soft_cap,
+    K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """ROWS / G query tokens of one request, for one key head. Tiles that see the most keys come first.
+
+    Args:
+        tile_requests: int32 [tiles] request of a tile.
+        tile_starts: int32 [tiles] its first query token within the request.
+    """
+    tile = tl.program_id(1)
+    head = tl.program_id(0)
+    request = tl.load(tile_requests + tile)
+    begin_token = tl.load(tile_starts + tile)
+    first = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - first
+    length = tl.load(seq_lens + request)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, WIDTH)
+    tokens = begin_token + rows // G
+    heads = head * G + rows % G
+    # Where G does not divide ROWS, the rows past the last whole token are left to the next tile.
+    is_row = (tokens < count) & (rows < ROWS // G * G)
+    positions = length - count + tokens
+    inside = is_row[:, None] & (dims < D)[None, :]
+    offsets = (first + tokens).to(tl.int64)
+    queries = tl.load(q + offsets[:, None] * q_token + heads[:, None] * q_head + dims[None, :], inside, other=0.0)
+    slope = tl.load(slopes + heads) if HAS_ALIBI else tl.zeros((ROWS,), tl.float32)
+    earliest = length - count + begin_token
+    end = tl.minimum(earliest + ROWS // G, length)
+    lowest = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(earliest - window + 1, 0)
+    start = lowest // COLUMNS * COLUMNS
+    table = tables + request.to(tl.int64) * table_row
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    # Every row sees the keys before this column, unless there is a window.
+    plain = (earliest + 1) // COLUMNS * COLUMNS
+    if HAS_WINDOW:
+        plain = start
+    most, weight, total = _attend(
+        queries, most, weight, total, cache, table, positions, slope, start, plain, lowest, length, page, head,
+        scale, window, soft_cap,
+        K, S, D, WIDTH, COLUMNS, HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI, False,
+    )  # fmt: skip
+    most, weight, total = _attend(
+        queries, most, weight, total, cache, table, positions, slope, plain, end, lowest, length, page, head,
+        scale, window, soft_cap,
+        K, S, D, WIDTH, COLUMNS, HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI, True,
+    )  # fmt: skip
+    if HAS_SINKS:
+        weight += tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - most)
+    result = total / tl.where(is_row, weight, 1.0)[:, None]
+    tl.store(
+        out + offsets[:, None] * (K * G * D) + heads[:, None] * D + dims[None, :],
+        result.to(out.dtype.element_ty), inside,
+    )  # fmt: skip
