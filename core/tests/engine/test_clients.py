@@ -20,6 +20,7 @@ from rabbet.contracts.registration import Registration
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.engine import process_client
 from rabbet.engine.client import EngineClient, make_client
+from rabbet.engine.messages import Abort
 from rabbet.engine.process import EXIT_CONFIG, EXIT_DEAD
 from rabbet.errors import (
     ConfigError,
@@ -322,6 +323,17 @@ def test_a_stopped_process_can_still_be_shut_down(model_dir: Path, options: dict
         _until(lambda: _is_unhealthy(client))
         client.shutdown()
         assert not is_alive(client.pid)
+
+
+def test_what_is_sent_to_an_engine_that_is_gone_blocks_nobody(model_dir: Path, options: dict[str, Any]) -> None:
+    with started(config_of(model_dir, options), in_process=True) as (client, _):
+        assert isinstance(client, process_client.ProcessEngineClient) and client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        _until(lambda: client.exit_code is not None)
+        sender = threading.Thread(target=client._deliver, args=(Abort(request_ids=["r"]),), daemon=True)
+        sender.start()
+        sender.join(10)
+        assert not sender.is_alive()
 
 
 def test_sockets_are_gone_once_the_engine_is_ready(model_dir: Path, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -44,10 +45,11 @@ def pair() -> Iterator[tuple[zmq.Socket[bytes], Receiver]]:
 
 def receive(receiver: Receiver, count: int) -> list[object]:
     messages: list[object] = []
+    deadline = time.monotonic() + 10
     while len(messages) < count:
-        news = receiver.receive(5.0)
-        assert news, "nothing came"
-        messages += news
+        # Nothing at all may come of a wait: what came was dropped.
+        assert time.monotonic() < deadline, "nothing came"
+        messages += receiver.receive(1.0)
     return messages
 
 

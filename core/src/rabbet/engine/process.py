@@ -67,7 +67,7 @@ class _Heart:
 def run(start: Start) -> int:
     """Build the engine and run its loop; returns the exit status."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = connect(context, zmq.PULL, f"ipc://{start.socket_dir}/to-engine", bind=False)
+    inbox = connect(context, zmq.PULL, f"ipc://{start.socket_dir}/to-engine", bind=True)
     address = f"ipc://{start.socket_dir}/from-engine"
     outbox = connect(context, zmq.PUSH, address, bind=False)
     receiver = Receiver(inbox, decode_to_engine)

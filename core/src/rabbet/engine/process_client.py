@@ -45,7 +45,8 @@ class ProcessEngineClient(EngineClient):
         self._modules = _staged_modules()
         self._directory = SocketDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._outbox = connect(self._context, zmq.PUSH, self._directory.address("to-engine"), bind=True)
+        # This side connects: a bound socket without a peer would block for ever whoever sends to an engine that is gone.
+        self._outbox = connect(self._context, zmq.PUSH, self._directory.address("to-engine"), bind=False)
         inbox = connect(self._context, zmq.PULL, self._directory.address("from-engine"), bind=True)
         self._inbox = inbox
         self._receiver = Receiver(inbox, decode_from_engine)
