@@ -14,18 +14,32 @@ __all__ = ["fake_dist", "faulty_store", "null_platform", "scripted_proposer", "t
 
 
 @pytest.fixture
-def fake_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """``fake_dist(name, provides=...)`` writes a distribution on ``sys.path``; see ``fakes.dist.write_distribution``."""
+def fake_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """``fake_dist(name, provides=...)`` writes a distribution on ``sys.path``; see ``fakes.dist.write_distribution``.
+
+    What it registers and imports is forgotten with the test: an engine's process would look for its modules in vain.
+    """
+    import sys
+
+    from rabbet.contracts.registration import _staged
     from rabbet_sdk.fakes.dist import write_distribution
 
     site = tmp_path / "fake-dists"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
 
-    def write(name: str, **options: Any) -> str:
-        return write_distribution(site, name, **options)
+    packages: set[str] = set()
 
-    return write
+    def write(name: str, **options: Any) -> str:
+        package = write_distribution(site, name, **options)
+        packages.add(package)
+        return package
+
+    yield write
+    for key in [key for key, record in _staged.items() if record.module.partition(".")[0] in packages]:
+        del _staged[key]
+    for module in [module for module in sys.modules if module.partition(".")[0] in packages]:
+        del sys.modules[module]
 
 
 @pytest.fixture
