@@ -99,6 +99,14 @@ def test_the_first_token_keeps_its_space_after_a_prompt(byte_fallback: Tokenizer
     assert world
 
 
+def test_after_a_prompt_that_ends_in_byte_tokens_a_space_is_kept(byte_fallback: Tokenizer) -> None:
+    """Two emoji are eight byte tokens: nothing else is near enough to be the context of what follows."""
+    space = next(i for i in range(byte_fallback.size) if byte_fallback.token(i) == " world")
+    for prompt in ("Hello\U0001f600\U0001f600", "\U0001f600"):
+        ids = byte_fallback.encode(prompt, add_special_tokens=False)
+        assert "".join(stream(Detokenizer(byte_fallback, prompt_tail=ids), [space])) == " world"
+
+
 def test_endless_rubbish_stays_cheap_and_comes_out(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level)
     pieces = [detokenizer.feed([0x80]) for _ in range(1000)]

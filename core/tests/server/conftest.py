@@ -53,3 +53,10 @@ def make_site(runner: asyncio.Runner, model_dir: Path) -> Callable[..., Any]:
 def site(make_site: Callable[..., Any]) -> Any:
     """One with the defaults."""
     return make_site()
+
+
+@pytest.fixture
+def fallback_site(runner: asyncio.Runner, tmp_path: Path) -> Any:
+    """One whose tokenizer has pieces with their spaces, and bytes for all else."""
+    _load("server_byte_tokenizer", HERE.parent / "front/byte_tokenizer.py").write_byte_fallback(tmp_path)
+    return scripted.Site(runner, tmp_path)

@@ -79,7 +79,65 @@ def test_echo_with_logprobs_covers_prompt_and_output(site: Any, stream: bool, ma
     assert logprobs["tokens"] == ["<start>", "Y", "e", "s", *"ab"[:max_tokens]]
     assert logprobs["token_logprobs"] == [None] + [-0.5] * (3 + max_tokens)
     assert logprobs["top_logprobs"][0] is None and list(logprobs["top_logprobs"][1]) == ["Z", "Y"]
-    assert logprobs["text_offset"] == [0, 7, 8, 9, 10, 11][: 4 + max_tokens]
+    assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4][: 4 + max_tokens], "the start token is not in the text"
+
+
+def _logprobs(site: Any, body: dict[str, Any], stream: bool) -> tuple[str, list[str], list[int]]:
+    """Text, tokens and offsets."""
+    if not stream:
+        choice = site.answer(PATH, body)["choices"][0]
+        return choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    chunks = site.events(PATH, body)
+    parts = [choice["logprobs"] for choice in of_index(chunks, 0) if choice["logprobs"]]
+    tokens, offsets = ([item for part in parts for item in part[key]] for key in ("tokens", "text_offset"))
+    return joined(chunks), tokens, offsets
+
+
+# Ids of the tokenizer of pieces: the mark of a space alone, " Hello", " world", "a", "b", and bytes from 3 on.
+SPACE, HELLO, WORLD, A, B, START = 259, 260, 261, 262, 263, 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_count_characters_of_the_returned_text_with_a_tokenizer_of_pieces(
+    fallback_site: Any, stream: bool, echo: bool
+) -> None:
+    """A text loses the space of its first token, and bytes of one character begin where the character does."""
+    euro = [3 + byte for byte in "\u20ac".encode()]
+    fallback_site.engine.script = lambda _: [WORLD, *euro, A, SPACE, HELLO]
+    output = " world\u20aca  Hello"
+    output_offsets = [0, 6, 6, 6, 7, 8, 9]
+    for prompt, ids, prompt_text, prompt_offsets in (
+        ([HELLO, A], [HELLO, A], "Helloa", [0, 5]),
+        ([START, HELLO, A], [START, HELLO, A], "<start> Helloa", [0, 7, 13]),
+        ("Hello\u20ac", None, "Hello\u20ac", None),
+    ):
+        body = {"prompt": prompt, "max_tokens": 7, "logprobs": 0, "echo": echo}
+        text, tokens, offsets = _logprobs(fallback_site, body, stream)
+        start = len(prompt_text) if echo else 0
+        assert text == (prompt_text if echo else "") + output
+        assert offsets[-7:] == [start + offset for offset in output_offsets]
+        assert len(offsets) == len(tokens) == (len(ids or range(len(tokens) - 7)) if echo else 0) + 7
+        if echo and prompt_offsets is not None:
+            assert offsets[:-7] == prompt_offsets
+        if echo and ids is None:
+            places = dict(zip(offsets[:-7], tokens[:-7], strict=True))
+            assert sorted(set(offsets[:-7])) == offsets[:-7][:1] + [place for place in sorted(places) if place > 0]
+            assert max(places) == 5, "the bytes of the last character"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_skip_what_is_not_shown(site: Any, stream: bool) -> None:
+    site.engine.script = lambda _: [97, 257, 98, 256]
+    text, tokens, offsets = _logprobs(site, {"prompt": "x", "max_tokens": 9, "logprobs": 0}, stream)
+    assert (text, tokens, offsets) == ("ab", ["a", "<start>", "b", "<end>"], [0, 1, 1, 2])
+    body = {"prompt": "x", "max_tokens": 9, "logprobs": 0, "skip_special_tokens": False}
+    assert _logprobs(site, body, stream)[0::2] == ("a<start>b", [0, 1, 8, 9])
+
+
+def test_no_offset_lies_beyond_what_a_stop_string_leaves(site: Any) -> None:
+    body = {"prompt": "x", "max_tokens": 9, "logprobs": 0, "stop": ["bcd"], "echo": True}
+    assert _logprobs(site, body, False) == ("xa", ["<start>", "x", "a", "b", "c", "d"], [0, 0, 1, 2, 2, 2])
 
 
 def test_echo_waits_for_the_prompts_logprobs_of_the_first_output(site: Any) -> None:

@@ -13,7 +13,7 @@ def test_minus_infinity_is_a_number_that_json_has() -> None:
     }
     chat = chat_logprobs([5, 6], [row, row], count=2, as_ids=False, tokenizer=None)["content"]
     assert [item["logprob"] for item in (*chat, *chat[0]["top_logprobs"])] == [-0.5, -9999.0, -0.5, -9999.0]
-    completion, _ = completion_logprobs([5, 6], [row, row], offset=0, as_ids=False, tokenizer=None)
+    completion = completion_logprobs([5, 6], [row, row], offsets=[0, 1], as_ids=False, tokenizer=None)
     assert completion["token_logprobs"] == [-0.5, -9999.0]
     assert completion["top_logprobs"][0] == {"a": -0.5, "b": -9999.0}
     prompt = prompt_logprobs([None, row])[1]

@@ -38,12 +38,15 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         # Byte tokens at the prompt's end may belong to a character that it cuts: they are no context.
-        self._ids = [i for i in prompt_tail[-_CONTEXT:] if tokenizer.byte_of(i) is None]
+        tail = prompt_tail[-_CONTEXT:]
+        self._ids = [i for i in tail if tokenizer.byte_of(i) is None]
         self._shown = self._decode(self._ids)
         if self._shown.endswith(_REPLACEMENT):
             # The prompt ends inside a character: what completes it is shown alone.
             self._ids, self._shown = [], ""
         self._num_context = len(self._ids)
+        if len(self._ids) < len(tail) and not self._shown:
+            self._anchor()
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """New text; empty while a character is incomplete."""

@@ -19,7 +19,7 @@ from rabbet.server.body import body_size, read_body
 from rabbet.server.call import Call, truncated
 from rabbet.server.early import check_completion, too_many_prompts
 from rabbet.server.errors import json_response
-from rabbet.server.logprobs import Row, completion_logprobs, prompt_logprobs
+from rabbet.server.logprobs import Row, TextOffsets, completion_logprobs, prompt_logprobs, prompt_offsets
 from rabbet.server.protocol import CompletionRequest
 from rabbet.server.sampling import check_entries, completion_sampling
 from rabbet.server.state import ServerState
@@ -149,9 +149,16 @@ def _choice(call: _CompletionCall, number: int, output: CompletionOutput, result
     }
     if body.logprobs is not None:
         ids, rows = shown.token_ids, list[Row | None](shown.logprobs or ())
+        start = len(prompt.text or "") if body.echo else 0
+        offsets, _ = _output_offsets(call, number).after(start, ids)
         if body.echo:
             ids, rows = [*prompt.token_ids, *ids], [*_prompt_rows(result), *rows]
-        choice["logprobs"], _ = completion_logprobs(ids, rows, offset=0, as_ids=call.as_ids, tokenizer=call.tokenizer)
+            offsets = [*prompt_offsets(prompt.token_ids, prompt.text or "", call.tokenizer), *offsets]
+        # A stop string cuts text away whose tokens are counted.
+        offsets = [min(offset, len(choice["text"])) for offset in offsets]
+        choice["logprobs"] = completion_logprobs(
+            ids, rows, offsets=offsets, as_ids=call.as_ids, tokenizer=call.tokenizer
+        )
     if body.prompt_logprobs is not None and result.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
     if body.return_token_ids:
@@ -164,6 +171,11 @@ def _shown(call: _CompletionCall, output: CompletionOutput) -> CompletionOutput:
     if not _is_echo_only(call.body):
         return output
     return CompletionOutput(index=output.index, finish_reason="length" if output.finished else None, logprobs=[])
+
+
+def _output_offsets(call: _CompletionCall, number: int) -> TextOffsets:
+    skip = call.sampling[number].skip_special_tokens
+    return TextOffsets(call.tokenizer, skip_special_tokens=skip, prompt=call.prompts[number].token_ids)
 
 
 def _prompt_rows(result: RequestOutput) -> list[Row | None]:
@@ -197,7 +209,9 @@ class _PromptStream:
         self._waiting: list[CompletionOutput] = []
         self._prompt_rows: list[Row | None] = []
         self._needs_echo = call.body.echo
-        self._offsets = [0] * call.body.n
+        start = len(call.prompts[number].text or "") if call.body.echo else 0
+        self._ends = [start] * call.body.n
+        self._offsets = [_output_offsets(call, number) for _ in range(call.body.n)]
         self._is_first = [True] * call.body.n
         self.num_output = 0
         self.num_cached = 0
@@ -223,12 +237,16 @@ class _PromptStream:
 
     def _echo(self, index: int) -> dict[str, Any]:
         prompt = self._call.prompts[self._number]
-        logprobs = self._logprobs(index, prompt.token_ids, self._prompt_rows)
+        offsets = prompt_offsets(prompt.token_ids, prompt.text or "", self._call.tokenizer)
+        logprobs = self._logprobs(prompt.token_ids, self._prompt_rows, offsets)
         return self._choice(index, prompt.text or "", logprobs)
 
     def _chunk(self, item: CompletionOutput) -> dict[str, Any] | None:
         self.num_output += len(item.token_ids)
-        logprobs = self._logprobs(item.index, item.token_ids, item.logprobs or ()) if item.token_ids else None
+        logprobs = None
+        if item.token_ids:
+            offsets, self._ends[item.index] = self._offsets[item.index].after(self._ends[item.index], item.token_ids)
+            logprobs = self._logprobs(item.token_ids, item.logprobs or (), offsets)
         wants_ids = self._call.body.return_token_ids
         if not (item.text or item.finished or logprobs is not None or wants_ids):
             return None
@@ -246,10 +264,8 @@ class _PromptStream:
         public = self._number * self._call.body.n + index
         return {"index": public, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
-    def _logprobs(self, index: int, token_ids: list[int], rows: Any) -> dict[str, Any] | None:
-        if self._call.body.logprobs is None:
+    def _logprobs(self, token_ids: list[int], rows: Any, offsets: list[int]) -> dict[str, Any] | None:
+        call = self._call
+        if call.body.logprobs is None:
             return None
-        value, self._offsets[index] = completion_logprobs(
-            token_ids, rows, offset=self._offsets[index], as_ids=self._call.as_ids, tokenizer=self._call.tokenizer
-        )
-        return value
+        return completion_logprobs(token_ids, rows, offsets=offsets, as_ids=call.as_ids, tokenizer=call.tokenizer)
