@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -96,7 +97,9 @@ def test_ranks_compute_together_and_end_by_themselves(start: Callable[..., Multi
     assert_gone(executor)
 
 
-def test_rank_that_raises_in_a_step_fails_it_and_the_executor(start: Callable[..., MultiprocessExecutor]) -> None:
+def test_rank_that_raises_in_a_step_fails_it_and_the_executor(
+    start: Callable[..., MultiprocessExecutor], capfd: pytest.CaptureFixture[str]
+) -> None:
     executor = ready(start())
     health: list[str] = []
 
@@ -115,6 +118,8 @@ def test_rank_that_raises_in_a_step_fails_it_and_the_executor(start: Callable[..
         second.result(WAIT_S)
     assert health == ["rank 1 failed: RuntimeError: a kernel failed"], "dead before its failure is known"
     assert_gone(executor)
+    log = capfd.readouterr().err
+    assert re.search(r"(?m)^\d\d:\d\d:\d\d ERROR rank 1: failed$", log), "a line has its time and its rank"
 
 
 def test_rank_that_ends_in_a_step_or_is_killed_between_steps(start: Callable[..., MultiprocessExecutor]) -> None:

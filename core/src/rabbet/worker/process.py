@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zmq
 
+from rabbet._util.log import log_to_stderr
 from rabbet.config.resolved import resolved_from_bytes
 from rabbet.errors import RabbetError
 from rabbet.registry.onefile import stage_file
@@ -83,14 +84,14 @@ def _answer(worker: _Worker, rank: int, command: ToWorker) -> FromWorker:
 def _failure(rank: int, error: BaseException) -> WorkerFailed:
     if isinstance(error, RabbetError):
         return WorkerFailed(rank=rank, kind=type(error).__name__, message=str(error))
-    logger.error("rank %d failed", rank, exc_info=error)
+    logger.error("failed", exc_info=error)
     return WorkerFailed(rank=rank, kind="other", message=f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
     """Entry of the process."""
     start = read_start(WorkerStart)
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s")
+    log_to_stderr("warning", who=f"rank {start.rank}: ")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.bind(f"ipc://{start.socket_dir}/rank-{start.rank}")
