@@ -32,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rabbet-level", dest="rabbet_level", type=int, default=5, metavar="N", help="highest level, 1 to 5"
     )
     group.addoption("--rabbet-report", dest="rabbet_report", metavar="FILE", help="write results as JSON")
+    group.addoption(
+        "--rabbet-one-child", dest="rabbet_one_child", action="store_true",
+        help="run the dangerous tests of all classes in one child process, not in one a class",
+    )  # fmt: skip
     group.addoption("--rabbet-child", dest="rabbet_child", metavar="FILE", help="internal: results of a child process")
 
 

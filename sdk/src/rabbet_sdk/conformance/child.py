@@ -1,4 +1,7 @@
-"""Runs the dangerous tests of a class in one child process; a crash or a hang costs only the test that caused it."""
+"""Runs the dangerous tests of a class in one child process; a crash or a hang costs only the test that caused it.
+
+With ``--rabbet-one-child`` it is one child for all classes: the zoo has a class for each mutant and runs one test of each.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ class Children:
     def reports(self, item: pytest.Item) -> list[pytest.TestReport]:
         """The reports of ``item``; runs all dangerous tests of its class the first time."""
         if item.nodeid not in self._reports:
-            cls = getattr(item, "cls", None)
+            cls, is_shared = getattr(item, "cls", None), self.config.getoption("rabbet_one_child")
             wanted = [
                 other
                 for other in item.session.items
-                if getattr(other, "cls", None) is cls
+                if (is_shared or getattr(other, "cls", None) is cls)
                 and getattr(getattr(other, "obj", None), "__rabbet_dangerous__", False)
             ]
             self._run(wanted)
@@ -66,16 +69,18 @@ class Children:
                 *[item.nodeid for item in items],
             ]  # fmt: skip
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            try:
-                done = subprocess.run(
-                    command, cwd=self.config.rootpath, capture_output=True, text=True, check=False,
-                    timeout=30 + _SECONDS_A_TEST * len(items), env=environment, stdin=subprocess.DEVNULL,
+            with (Path(directory) / "output").open("w+", encoding="utf-8", errors="replace") as output:
+                process = subprocess.Popen(
+                    command, cwd=self.config.rootpath, env=environment, stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=subprocess.STDOUT,
                 )  # fmt: skip
-                ending = f"crashed: signal {-done.returncode}" if done.returncode < 0 else (
-                    f"crashed: the child ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                ending = f"timeout: no answer within {_SECONDS_A_TEST} s a test"
+                try:
+                    ending = _wait(process, results)
+                finally:
+                    process.kill()
+                    process.wait()
+                output.seek(0)
+                ending = ending or f"crashed: the child ended with {process.returncode}\n{output.read()[-4000:]}"
             return self._read(results), ending
 
     def _read(self, results: Path) -> str:
@@ -89,6 +94,18 @@ class Children:
                 report = pytest.TestReport._from_json(row["report"])
                 self._reports.setdefault(report.nodeid, []).append(report)
         return started
+
+
+def _wait(process: subprocess.Popen[bytes], results: Path) -> str:
+    """Wait for the child's end as long as its results grow; how it ended, or nothing for an exit of its own."""
+    size = -1
+    while True:
+        try:
+            code = process.wait(timeout=_SECONDS_A_TEST)
+            return f"crashed: signal {-code}" if code < 0 else ""
+        except subprocess.TimeoutExpired:
+            if size == (size := results.stat().st_size):
+                return f"timeout: no answer within {_SECONDS_A_TEST} s a test"
 
 
 def _dead(item: pytest.Item, ending: str) -> pytest.TestReport:

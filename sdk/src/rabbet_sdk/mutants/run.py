@@ -93,7 +93,7 @@ def _run(directory: Path, site: Path, wanted: list[str]) -> tuple[dict[str, list
     (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", f"--rootdir={directory}",
-        "-c", str(directory / "pytest.ini"), f"--rabbet-report={report}", *wanted,
+        "-c", str(directory / "pytest.ini"), f"--rabbet-report={report}", "--rabbet-one-child", *wanted,
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
     done = subprocess.run(
