@@ -24,7 +24,7 @@ from rabbet.contracts.quantization import LinearMethodBase, QuantizationConfig
 from rabbet.layers import LinearBase, get_forward_context
 from rabbet_model_llama.model import LlamaForCausalLM
 
-APPLIED, SEEN = [], []
+APPLIED, SEEN, TAKEN = [], [], []
 
 
 class Twice(LinearMethodBase):
@@ -54,10 +54,17 @@ class TwiceHalved(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config):
-        return cls()
+        method = cls()
+        method.skip = config.get("modules_to_not_convert", ())
+        return method
 
     def get_quant_method(self, layer, prefix):
-        return Twice() if isinstance(layer, LinearBase) else None
+        parent, _, last = prefix.rpartition(".")
+        names = [f"{parent}.{name}" for name in self.packed_modules.get(last, (last,))]
+        if not isinstance(layer, LinearBase) or all(name in self.skip for name in names):
+            return None
+        TAKEN.append(prefix)
+        return Twice()
 
 
 @register_model("OwnForCausalLM")
@@ -119,6 +126,26 @@ def test_a_quantisation_method_and_a_model_of_ones_own_module_are_used_once_it_i
     (own / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
     assert answer(own) == plain
     assert module.SEEN and module.SEEN[-1] is not None
+
+
+def test_a_skip_list_of_the_checkpoints_names_meets_merged_layers(
+    module: ModuleType, tiny: Path, tmp_path: Path
+) -> None:
+    """Lists name q_proj, k_proj and v_proj; the model has a qkv_proj, and says what it is made of."""
+    skipped = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    skipped += ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"]
+    for item in tiny.iterdir():
+        (tmp_path / item.name).write_bytes(item.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "twice-halved", "modules_to_not_convert": skipped}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = answer(tiny)
+    module.TAKEN.clear()
+    assert answer(tmp_path) == plain
+    layers = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    everything = {f"model.layers.{number}.{layer}" for number in range(2) for layer in layers}
+    dense = {"model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.down_proj"}
+    assert set(module.TAKEN) == everything - dense
 
 
 def test_an_engine_in_a_process_of_its_own_imports_the_module_by_its_path(file: Path, tiny: Path) -> None:

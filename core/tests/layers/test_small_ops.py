@@ -106,3 +106,60 @@ def test_expert_of_another_size_is_refused(context: Any) -> None:
     parameter: Any = layer.gate_up
     with pytest.raises(WeightsError, match=r"mlp\.experts"):
         parameter.weight_loader(parameter, torch.zeros(8, 6), (0, "gate"))
+
+
+def register(layer: FusedMoE, name: str, shape: tuple[int, ...], **axes: int) -> Any:
+    parameter: Any = torch.nn.Parameter(torch.full(shape, -1.0), requires_grad=False)
+    for key, value in axes.items():
+        setattr(parameter, key, value)
+    parameter.weight_loader = layer.load_shard
+    layer.register_parameter(name, parameter)
+    return parameter
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_belongs_to_an_experts_matrix_is_divided_like_it(context: Any, rank: int) -> None:
+    """Scales of rows, of groups of inputs, and of whole matrices: of gate and up by outputs, of down by inputs."""
+    inner, hidden, group = 16, 12, 4
+    layer = FusedMoE(
+        num_experts=3, top_k=2, hidden_size=hidden, intermediate_size=inner, context=context(rank, 2), prefix="experts"
+    )
+    part = inner // 2
+    mine, groups = slice(part * rank, part * (rank + 1)), slice(2 * rank, 2 * (rank + 1))
+    rows, hidden_rows = torch.arange(float(inner)), torch.arange(float(hidden))
+    by_group, down_by_group = torch.rand(inner, hidden // group), torch.rand(hidden, inner // group)
+    # name, shape of the parameter, its axes, tensor of the checkpoint, matrix, what expert 1 must hold of it
+    cases: list[tuple[str, tuple[int, ...], dict[str, int], torch.Tensor, str, Any, torch.Tensor]] = [
+        ("a", (3, 2 * part), {"output_dim": 1}, rows, "gate", slice(0, part), rows[mine]),
+        ("b", (3, 2 * part), {"output_dim": 1}, rows, "up", slice(part, 2 * part), rows[mine]),
+        ("c", (3, hidden), {"output_dim": 1}, hidden_rows, "down", slice(None), hidden_rows),
+        ("d", (3, hidden, 1), {"output_dim": 1}, hidden_rows[:, None], "down", slice(None), hidden_rows[:, None]),
+        (
+            "e", (3, 2 * part, hidden // group), {"output_dim": 1, "input_dim": 2}, by_group, "up",
+            slice(part, 2 * part), by_group[mine],
+        ),
+        (
+            "f", (3, hidden, part // group), {"output_dim": 1, "input_dim": 2}, down_by_group, "down",
+            slice(None), down_by_group[:, groups],
+        ),
+        ("g", (3, 2), {}, torch.tensor(7.0), "up", slice(1, 2), torch.tensor([7.0])),
+        ("h", (3,), {}, torch.tensor([7.0]), "down", (), torch.tensor(7.0)),
+    ]  # fmt: skip
+    for name, shape, axes, tensor, matrix, place, want in cases:
+        parameter = register(layer, name, shape, **axes)
+        parameter.weight_loader(parameter, tensor, (1, matrix))
+        assert torch.equal(parameter[1][place], want), (name, parameter[1], want)
+        untouched = parameter.numel() - want.numel()
+        assert (parameter == -1).sum() == untouched, f"{name} fills something else"
+
+
+def test_scales_of_another_size_are_refused(context: Any) -> None:
+    layer = experts(context())
+    for name, shape, axes, tensor, matrix in (
+        ("a", (5, 14), {"output_dim": 1}, torch.ones(8), "up"),
+        ("b", (5, 6), {"output_dim": 1}, torch.ones(7), "down"),
+        ("c", (5, 6, 1), {"output_dim": 1, "input_dim": 2}, torch.ones(6, 2), "down"),
+    ):
+        parameter = register(layer, name, shape, **axes)
+        with pytest.raises(WeightsError, match=r"experts"):
+            parameter.weight_loader(parameter, tensor, (1, matrix))

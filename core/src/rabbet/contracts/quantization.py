@@ -101,7 +101,21 @@ class FusedMoEMethod(ABC):
         params_dtype: torch.dtype,
         weight_loader: Any,
     ) -> None:
-        """Register the parameters of ``num_experts`` local experts on ``layer``."""
+        """Register the parameters of ``num_experts`` local experts on ``layer``.
+
+        What checkpoints call ``weight`` of an expert's matrices goes to ``gate_up`` (the gate's rows above those of up)
+        and ``down``; ``weight_scale`` goes to ``gate_up_scale`` and ``down_scale``, any other ``X`` to ``gate_up_X`` and
+        ``down_X`` (``rabbet.weights.Experts``).
+
+        Args:
+            layer: The layer.
+            num_experts: X.
+            hidden_size: N.
+            intermediate_size_per_partition: Inner size of this rank.
+            params_dtype: Type of dense parameters.
+            weight_loader: ``FusedMoE.load_shard``, to attach as for linear layers. Parameters are [X, ...]; their
+                ``output_dim`` and ``input_dim`` count axes from the expert's on.
+        """
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """As for linear layers."""
@@ -192,4 +206,5 @@ class QuantizationConfig(ABC):
         """
 
     packed_modules: Mapping[str, tuple[str, ...]] = {}
-    """Merged layer to the checkpoint's names, e.g. ``qkv_proj`` to ``(q_proj, k_proj, v_proj)``; set by the model."""
+    """Merged layer to the checkpoint's names, e.g. ``qkv_proj`` to ``(q_proj, k_proj, v_proj)``, and ``experts`` to
+    ``(experts.0.gate_proj, ...)``; the engine sets what the model's ``weight_rules`` say, before any layer is built."""

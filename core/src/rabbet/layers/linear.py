@@ -169,19 +169,19 @@ class LinearBase(nn.Module):
         target, source = parameter.data, tensor
         if axis is not None:
             index = self._index(shard_id)
-            ratio = _ratio(sum(self.output_partition_sizes), target, axis, self.prefix)
+            ratio = elements_ratio(sum(self.output_partition_sizes), target, axis, self.prefix)
             start = sum(self.output_partition_sizes[:index]) // ratio
             target = target.narrow(axis, start, self.output_partition_sizes[index] // ratio)
             source = self.output_parts[index].take(source, axis, ratio, self.prefix)
         input_axis = getattr(parameter, "input_dim", None)
         if input_axis is not None:
-            ratio = _ratio(self.input_part.padded, target, input_axis, self.prefix)
+            ratio = elements_ratio(self.input_part.padded, target, input_axis, self.prefix)
             source = self.input_part.take(source, input_axis, ratio, self.prefix)
         copy_checked(target, source, self.prefix)
 
     def _load_merged(self, parameter: nn.Parameter, tensor: torch.Tensor, axis: int) -> None:
         """Load a tensor that the checkpoint holds merged already."""
-        ratio = _ratio(sum(self.output_partition_sizes), parameter.data, axis, self.prefix)
+        ratio = elements_ratio(sum(self.output_partition_sizes), parameter.data, axis, self.prefix)
         if tensor.dim() <= axis or tensor.shape[axis] * ratio != sum(self.output_sizes):
             needed = sum(self.output_sizes) // ratio
             raise WeightsError(
@@ -201,7 +201,7 @@ class LinearBase(nn.Module):
         return 0 if shard_id is None else self._shard_ids().index(shard_id)
 
 
-def _ratio(size: int, tensor: torch.Tensor, axis: int, name: str) -> int:
+def elements_ratio(size: int, tensor: torch.Tensor, axis: int, name: str) -> int:
     """Rows of the layer that one element of a parameter stands for."""
     length = tensor.shape[axis]
     if length == 0 or size % length:

@@ -12,7 +12,7 @@ from torch import nn
 
 from rabbet.contracts.quantization import FusedMoEMethod
 from rabbet.layers.context import BuildContext
-from rabbet.layers.linear import dense_parameter, drop_unless_same
+from rabbet.layers.linear import dense_parameter, drop_unless_same, elements_ratio
 from rabbet.layers.reference import TorchMoEBackend
 from rabbet.layers.shards import copy_checked, even_part
 
@@ -114,14 +114,35 @@ class FusedMoE(nn.Module):
         )
 
     def load_shard(self, parameter: nn.Parameter, tensor: torch.Tensor, shard_id: tuple[int, str]) -> None:
-        """Copy this rank's part of one expert's matrix."""
+        """Copy this rank's part of one expert's matrix, or of what belongs to it.
+
+        Args:
+            parameter: [X, ...]. Its attributes ``output_dim`` and ``input_dim`` name the axes of a matrix's outputs and
+                inputs (1 and 2 where there are both), which may be shorter than the matrix: the ratio is kept (packed
+                values, scales of groups). Ranks divide the outputs of gate and up and the inputs of down; without
+                ``input_dim`` what belongs to down is whole on each rank. Without both: 1 and 2.
+            tensor: The tensor over all ranks. One value (the scale of a whole matrix) fills [X] for down, and [X, 2] for
+                gate and up.
+            shard_id: The expert, and ``gate``, ``up`` or ``down``.
+
+        Raises:
+            WeightsError: If the tensor has another size than the layer.
+        """
         expert, matrix = shard_id
-        target = parameter.data[expert]
-        if matrix != "down":
-            size = self.inner_part.padded
-            target = target.narrow(0, 0 if matrix == "gate" else size, size)
-        axis = 1 if matrix == "down" else 0
-        copy_checked(target, self.inner_part.take(tensor, axis, 1, self.prefix), self.prefix)
+        target, source, inner = parameter.data[expert], tensor, self.inner_part
+        axes = {name: getattr(parameter, name, None) for name in ("output_dim", "input_dim")}
+        if axes == {"output_dim": None, "input_dim": None}:
+            axes = {"output_dim": 1, "input_dim": 2}
+        axis = axes["input_dim" if matrix == "down" else "output_dim"]
+        if tensor.numel() == 1 and target.dim() == (matrix != "down"):
+            target, source = target if matrix == "down" else target[int(matrix == "up")], tensor.reshape(())
+        elif axis is not None:
+            ratio = elements_ratio(inner.padded * (1 if matrix == "down" else 2), target, axis - 1, self.prefix)
+            if matrix != "down":
+                rows = inner.padded // ratio
+                target = target.narrow(axis - 1, 0 if matrix == "gate" else rows, rows)
+            source = inner.take(source, axis - 1, ratio, self.prefix)
+        copy_checked(target, source, self.prefix)
 
     def process_weights_after_loading(self) -> None:
         """Let the method repack what was loaded."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from rabbet.config.resolved import ResolvedConfig, load_hf_config
 from rabbet.contracts.attention import AttentionBackend, AttentionQuery
+from rabbet.contracts.model import Model
 from rabbet.contracts.platform import Platform
 from rabbet.errors import ConfigError, PluginRefusedError
 from rabbet.layers import Attention, BuildContext
@@ -49,6 +50,8 @@ def build_model(
         WeightsError: If the checkpoint does not fit the model.
     """
     composition = resolved.composition
+    config = load_hf_config(resolved.files, resolved.config.model.hf_overrides)
+    model_class = composition.load("model")
     context = BuildContext(
         parallel=parallel,
         dtype=getattr(torch, resolved.dtype),
@@ -56,13 +59,11 @@ def build_model(
         linear=composition.build("linear"),
         ops=platform.layer_ops() or TorchLayerOps(),
         moe=composition.build("moe") if composition.get("moe") else None,
-        quantization=_quantization(resolved),
+        quantization=_quantization(resolved, model_class, config),
         block_size=resolved.block_size,
         kv_cache_dtype=resolved.kv_cache_dtype,
         max_model_len=resolved.max_model_len,
     )
-    config = load_hf_config(resolved.files, resolved.config.model.hf_overrides)
-    model_class = composition.load("model")
     format_class = composition.load("weights")
     with torch.device(device):
         model = composition.build("model", config=config, context=context)
@@ -117,10 +118,12 @@ def _check_attention(resolved: ResolvedConfig, context: BuildContext) -> None:
             )
 
 
-def _quantization(resolved: ResolvedConfig) -> Any:
+def _quantization(resolved: ResolvedConfig, model_class: type[Model], config: Any) -> Any:
     decision = resolved.composition.get("quantization")
     if decision is None:
         return None
     stored = resolved.files.config.get("quantization_config") or {}
     settings = {**stored, **resolved.config.model.quantization_config}
-    return resolved.composition.load("quantization").from_config(settings)
+    method = resolved.composition.load("quantization").from_config(settings)
+    method.packed_modules = model_class.weight_rules(config).packed_modules
+    return method

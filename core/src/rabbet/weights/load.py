@@ -111,7 +111,7 @@ def _check_complete(
     parameters: dict[str, nn.Parameter], rules: WeightRules, loaded: dict[str, set[object]], unexpected: list[str]
 ) -> None:
     missing = [
-        name if shards == {None} else f"{name} ({', '.join(sorted(str(item) for item in lacking))})"
+        name if shards == {None} else f"{name} ({_some(sorted(map(str, lacking)))})"
         for name in parameters
         if not rules.is_optional(name)
         for shards in (rules.shards(name),)
