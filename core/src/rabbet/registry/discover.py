@@ -53,6 +53,7 @@ def discover(path: Sequence[str] | None = None) -> Found:
     entries: list[Entry] = []
     problems: list[str] = []
     seen: set[tuple[str, str, str, str]] = set()
+    doubles: set[str] = set()
     found = list(installed_distributions(path))
     own = _first_party(found)
     for distribution in found:
@@ -70,16 +71,14 @@ def discover(path: Sequence[str] | None = None) -> Found:
             entry = _entry(point, distribution, manifest, own)
             key = (canonical_distribution(name), entry.kind, entry.name, entry.value)
             if key in seen:
-                logger.warning(
-                    "%s is installed twice (editable and as a wheel?); %s/%s is taken once",
-                    name,
-                    entry.kind,
-                    entry.name,
-                )
+                doubles.add(name)
                 continue
             seen.add(key)
             entries.append(entry)
         problems += _without_entry_point(manifest, entries, name)
+    for name in sorted(doubles):
+        message = "%s is installed twice (editable and as a wheel?) and taken once; rabbet plugins doctor shows where"
+        logger.warning(message, name)
     return Found(entries=tuple(entries), problems=tuple(problems))
 
 
