@@ -13,6 +13,7 @@ import inspect
 import sys
 from pathlib import Path
 
+from rabbet import contracts
 from rabbet.contracts import KINDS, Kind
 
 DOCS = Path(__file__).parents[1] / "docs" / "contracts"
@@ -93,17 +94,30 @@ def page(kind: Kind) -> str:
         f"# {kind.name}\n\n"
         "<!-- Written by scripts/contract_pages.py from the docstrings; change those. -->\n\n"
         f"| | |\n|---|---|\n| contract | `{module_name}.{base_name}`, version {kind.version} |\n"
-        f"| entry-point group | `{kind.group}` |\n| chosen by | {kind.chosen_by} |\n"
+        f"| entry-point group | `{kind.group}` |\n"
+        f'| decorator | `@rabbet.contracts.{decorators()[kind.name]}("NAME")` |\n'
+        f"| chosen by | {kind.chosen_by} |\n"
     )
     return "\n\n".join([head, block(module.__doc__), *(class_section(cls) for cls in classes)]) + "\n"
 
 
+def decorators() -> dict[str, str]:
+    """Kind to the name of its decorator."""
+    names = [name for name in contracts.__all__ if name.startswith("register_")]
+    return {inspect.getclosurevars(getattr(contracts, name)).nonlocals["kind"]: name for name in names}
+
+
 def pages() -> dict[Path, str]:
     """Every page and the index."""
-    rows = "\n".join(f"| [{k.name}]({k.name}.md) | `{k.group}` | {k.version} | {k.chosen_by} |" for k in KINDS.values())
+    register = decorators()
+    rows = "\n".join(
+        f"| [{k.name}]({k.name}.md) | `{k.group}` | `@{register[k.name]}` | {k.version} | {k.chosen_by} |"
+        for k in KINDS.values()
+    )
     index = (
         "# Contracts\n\n<!-- Written by scripts/contract_pages.py. -->\n\nOne page for each kind of plugin, in the order in "
-        f"which the kinds are resolved.\n\n| kind | entry-point group | version | chosen by |\n|---|---|---|---|\n{rows}\n"
+        "which the kinds are resolved.\n\n| kind | entry-point group | decorator | version | chosen by |\n"
+        f"|---|---|---|---|---|\n{rows}\n"
     )
     return {DOCS / "README.md": index} | {DOCS / f"{kind.name}.md": page(kind) for kind in KINDS.values()}
 
