@@ -28,13 +28,13 @@ NAME` the claims of one; the contracts are described in [contracts](contracts/RE
 
 
 def manifests() -> list[tuple[dict[str, Any], tuple[Provided, ...]]]:
-    """The project table and the contributions of each distribution, core first.
+    """The project table and the contributions of each distribution: core, the SDK, the plugins.
 
     Raises:
         SystemExit: If a manifest has a problem.
     """
     found = []
-    for folder in (ROOT / "core", *sorted((ROOT / "plugins").iterdir())):
+    for folder in (ROOT / "core", ROOT / "sdk", *sorted((ROOT / "plugins").iterdir())):
         for file in sorted(folder.glob("src/*/rabbet.toml")):
             project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
             manifest = parse_manifest(file.read_text(encoding="utf-8"))

@@ -101,3 +101,8 @@ def test_own_commands_load_no_hook_plugin() -> None:
     check = "import atexit, sys; atexit.register(lambda: print('rabbet_sdk.tools.hooks' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", f"{check}\n{code}"], capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "False"
+
+
+def test_safe_mode_keeps_the_commands_of_the_project_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RABBET_PLUGINS", "bundled")
+    assert "culprit: none found" in rabbet("plugins", "bisect", "--", sys.executable, "-c", "", code=1)
