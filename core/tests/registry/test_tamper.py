@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -156,6 +157,19 @@ def test_a_change_that_was_there_before_the_plugin_was_first_asked_for_is_seen(s
     importlib.import_module(package)
     composition = compose([select(scan(site), "attention", name="acme_flash", query=QUERY)])
     assert composition.settled(is_strict=False).tampered == (("acme 1.0", PLACE),)
+
+
+def test_the_first_use_of_the_configuration_is_no_change_of_it() -> None:
+    """Pydantic completes classes late. In a process of its own: here they are complete already."""
+    code = (
+        "from rabbet.registry.tamper import evidence, look\n"
+        "import rabbet.config.load as load\n"
+        "look()\n"
+        "first = load.engine_config_from_kwargs('nowhere', max_model_len=64)\n"
+        "print(evidence(), first.model.model)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "() nowhere" and not done.stderr, done.stderr
 
 
 def test_a_change_that_is_undone_is_no_evidence_any_more() -> None:
