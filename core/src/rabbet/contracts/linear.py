@@ -54,7 +54,11 @@ class LinearBackend(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEQuery:
-    """A kind of expert layer."""
+    """A kind of expert layer: device, type, sizes, ``activation`` and ``scheme`` (``none`` for dense experts).
+
+    ``num_local_experts`` is below ``num_experts`` where other ranks hold the rest. ``apply`` is not told of the activation,
+    so a backend refuses all but ``silu``.
+    """
 
     device_type: str
     arch: str
@@ -92,7 +96,10 @@ class MoEBackend(ABC):
         Args:
             x_TI: Tokens.
             packed: From ``pack``.
-            topk_weights_TA: float32 weights.
-            topk_ids_TA: int32 global expert ids.
+            topk_weights_TA: float32 weights of outputs; they need not add up to 1.
+            topk_ids_TA: int32 global expert ids, in no order; a token may name one twice.
             expert_map_X: int32 global id to local id, -1 where the expert is on another rank; None: all local.
+
+        Returns:
+            A new tensor like ``x_TI``; zeros for a token whose experts are all elsewhere.
         """
