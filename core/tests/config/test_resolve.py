@@ -68,6 +68,12 @@ def test_what_cannot_be_run_is_refused_with_the_reason(tmp_path: Path, options: 
         run(tmp_path, **options)
 
 
+def test_a_type_may_be_given_by_its_other_name(tmp_path: Path) -> None:
+    assert run(tmp_path, dtype="float").dtype == "float32"
+    with pytest.raises(PluginRefusedError, match="float16"):
+        run(tmp_path, dtype="half")
+
+
 def test_row_2_unknown_backend_lists_names_and_means_something(tmp_path: Path) -> None:
     with pytest.raises(UnknownPluginError, match="did you mean cpu.*installed: cpu"):
         run(tmp_path, attention_backend="cpuu")

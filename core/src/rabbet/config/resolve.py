@@ -220,7 +220,7 @@ def _first(*values: Any) -> Any:
 def _platform(resolver: _Resolver, world_size: int) -> tuple[type[Platform], DeviceInfo]:
     config = resolver.config
     query = PlatformQuery(
-        dtype=config.model.dtype,
+        dtype=_DTYPE_ALIASES.get(config.model.dtype, config.model.dtype),
         num_local_ranks=world_size,
         device_ids=tuple(str(item) for item in config.parallel.device_ids or ()),
     )
