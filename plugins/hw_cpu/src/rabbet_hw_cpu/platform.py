@@ -70,8 +70,9 @@ class CpuPlatform(Platform, SupportsGraphs):
     def supports(cls, query: PlatformQuery) -> tuple[Refusal, ...]:
         """float32 and bfloat16; as many ranks as there are cores."""
         refusals = []
-        if query.dtype in ("float16", "half"):
-            refusals.append(Refusal(code="DTYPE", message="no fast float16 on CPUs", fix="--dtype bfloat16 or float32"))
+        if query.dtype not in ("auto", "float32", "bfloat16"):
+            message = f"{query.dtype}; float32 and bfloat16 are fast on CPUs"
+            refusals.append(Refusal(code="DTYPE", message=message, fix="--dtype bfloat16 or float32"))
         cores = len(machine.cores())
         if query.num_local_ranks > cores:
             message = f"{query.num_local_ranks} ranks, but only {cores} cores"

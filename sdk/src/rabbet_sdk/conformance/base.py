@@ -210,9 +210,13 @@ def _may_set(suite: type, name: str) -> bool:
 
 
 class SupportsConformance(PluginConformance):
-    """The tests of every kind whose plugins answer ``supports(query)``."""
+    """The tests of every kind whose plugins answer ``supports(query)``.
 
-    known_codes: ClassVar[frozenset[str]] = frozenset()
+    Attributes:
+        machine_codes: Codes of refusals that are this machine's fault, not the plugin's: what it claims is "unavailable".
+    """
+
+    machine_codes: ClassVar[frozenset[str]] = frozenset({"MISSING_LIBRARY", "ABSENT", "NO_DEVICE"})
 
     @classmethod
     def query_cases(cls, claims: Claims) -> list[Case]:
@@ -225,7 +229,7 @@ class SupportsConformance(PluginConformance):
         refusals = subject.plugin_class.supports(case.value)
         if case.unclaimed:
             assert refusals, f"accepted, though the manifest does not claim it: {case.unclaimed}"
-        elif any(item.code in _OF_THE_MACHINE for item in refusals):
+        elif any(item.code in self.machine_codes for item in refusals):
             unavailable("; ".join(str(item) for item in refusals))
         else:
             assert not refusals, f"claimed, but refused: {'; '.join(str(item) for item in refusals)}"
@@ -240,6 +244,3 @@ class SupportsConformance(PluginConformance):
             assert isinstance(item, Refusal), f"supports gave {item!r}; the contract asks for Refusal"
             assert item.code and item.code == item.code.upper() and " " not in item.code, f"code {item.code!r}"
             assert item.message.strip(), f"the refusal {item.code} has no message"
-
-
-_OF_THE_MACHINE = frozenset({"MISSING_LIBRARY", "ABSENT", "NO_DEVICE"})
