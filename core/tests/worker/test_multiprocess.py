@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -95,6 +96,27 @@ def test_ranks_compute_together_and_end_by_themselves(start: Callable[..., Multi
     with pytest.raises(CancelledError):
         late.result(WAIT_S)
     assert_gone(executor)
+
+
+def test_nobody_can_speak_to_ranks_that_work(start: Callable[..., MultiprocessExecutor]) -> None:
+    """Their sockets have no name any more, and what they say to one another stays on the loopback interface."""
+    executor = ready(start())
+    assert [path.name for path in executor._directory.path.iterdir() if path.is_socket()] == []
+    for process in executor._processes:
+        assert listening(process.pid) <= {"127.0.0.1"}
+    assert executor.execute(plan(1, 3)).result(WAIT_S).sampled_token_ids == {"r1": [4]}
+
+
+def listening(pid: int) -> set[str]:
+    """IPv4 addresses at which a process listens; ``?`` for one of IPv6."""
+    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                found.add(socket.inet_ntoa(bytes.fromhex(words[1][:8])[::-1]) if table == "tcp" else "?")
+    return found
 
 
 def test_rank_that_raises_in_a_step_fails_it_and_the_executor(

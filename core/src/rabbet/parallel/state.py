@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ def init_parallel(*, rank: int, world_size: int, init_method: str, backend: str)
         return ParallelState.single()
     import torch.distributed as dist
 
+    # Ranks of one machine: gloo would listen at whatever address the host's name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     # By name: an object kept in layers would outlive destroy_process_group, and its threads would then be torn down at
     # the interpreter's exit, which aborts the process now and then.

@@ -164,6 +164,9 @@ class MultiprocessExecutor(Executor):
         digests = {answer.digest for answer in answers}
         if len(digests) != 1:
             raise CompositionMismatchError(f"ranks hold different plugins: {sorted(digests)}")
+        # All ranks are connected, and nobody else shall be.
+        for name in ("results", *(f"rank-{rank}" for rank in range(self._world_size))):
+            (self._directory.path / name).unlink(missing_ok=True)
         return answers[0].specs
 
     def profile_memory(self) -> MemoryReport:
