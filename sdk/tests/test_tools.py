@@ -58,7 +58,7 @@ def test_bisect_names_the_plugin_that_makes_a_command_fail(tmp_path: Path) -> No
         write_distribution(site, f"acme-{name}", provides={f"logits_processor/{name}": f"acme_{name}:X"})
     script = tmp_path / "fails.py"
     script.write_text(
-        "from rabbet.config.load import parse_configs\nfrom rabbet.config.resolve import policy_of\n"
+        "from rabbet.config.load import parse_configs\nfrom rabbet.config.policy import policy_of\n"
         "from rabbet.registry.catalog import Catalog\n"
         "raise SystemExit(3 if 'two' in Catalog.scan(policy_of(parse_configs([])[0])).names('logits_processor') else 0)\n"
     )

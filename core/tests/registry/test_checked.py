@@ -12,7 +12,7 @@ import pytest
 
 import rabbet.registry.checked as checked_module
 from rabbet.config.load import parse_configs
-from rabbet.config.resolve import policy_of
+from rabbet.config.policy import policy_of
 from rabbet.contracts.attention import AttentionQuery
 from rabbet.errors import PluginError, PluginLoadError
 from rabbet.registry import Catalog, PluginPolicy, compose, select

@@ -31,7 +31,7 @@ def crowd(site: Path, fake_dist: Callable[..., str]) -> Path:
     return site
 
 
-@pytest.mark.parametrize(("words", "aim_s", "modules"), [(("--help",), 0.3, 640), (("plugins", "list"), 0.5, 480)])
+@pytest.mark.parametrize(("words", "aim_s", "modules"), [(("--help",), 0.3, 380), (("plugins", "list"), 0.5, 380)])
 def test_200_plugins_cost_no_import(crowd: Path, words: tuple[str, ...], aim_s: float, modules: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *words],

@@ -20,6 +20,7 @@ app = typer.Typer(
     help="Make, prove and certify plugins of Rabbet.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON")]

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from rabbet.config.load import parse_configs
-from rabbet.config.resolve import policy_of
+from rabbet.config.policy import policy_of
 from rabbet.registry import Catalog, HookBus
 from rabbet.registry.describe import list_plugins
 

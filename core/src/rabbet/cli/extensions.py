@@ -21,7 +21,7 @@ def add_plugin_commands(app: typer.Typer) -> None:
     A wrong environment is told in a warning: help is what one asks for when something is wrong.
     """
     from rabbet.config.load import parse_configs
-    from rabbet.config.resolve import policy_of
+    from rabbet.config.policy import policy_of
     from rabbet.registry.catalog import Catalog
     from rabbet.registry.hooks import HookBus
 

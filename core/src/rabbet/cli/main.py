@@ -25,6 +25,7 @@ app = typer.Typer(
     help="Serve large language models with an engine put together from plugins.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="rabbet serve MODEL starts a server; rabbet serve --help lists its options by group.",
 )

@@ -15,6 +15,7 @@ from typing import Any
 from rabbet.config.flags import fields
 from rabbet.config.limits import Budgets, resolve_budgets
 from rabbet.config.plugin_options import check_plugin_options
+from rabbet.config.policy import policy_of
 from rabbet.config.resolved import ResolvedConfig
 from rabbet.config.schema import CompilationConfig, EngineConfig, KVEventsConfig, StructuredOutputsConfig
 from rabbet.contracts import KINDS
@@ -27,12 +28,12 @@ from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery, Suppo
 from rabbet.contracts.quantization import QuantizationQuery
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, WeightFormat
 from rabbet.errors import ConfigError, PluginLoadError, PluginPolicyError, UnknownPluginError, WeightsError
-from rabbet.registry import Catalog, Composition, Decision, PluginPolicy, compose, select
+from rabbet.registry import Catalog, Composition, Decision, compose, select
 from rabbet.registry.loader import ask
 from rabbet.registry.names import nearest
 from rabbet.registry.select import pass_over
 
-__all__ = ["FALLBACK_ARCHITECTURE", "policy_of", "resolve"]
+__all__ = ["FALLBACK_ARCHITECTURE", "resolve"]
 
 FALLBACK_ARCHITECTURE = "*"
 """Name under which a model plugin registers to serve architectures that no other plugin has."""
@@ -41,24 +42,6 @@ PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 logger = logging.getLogger(__name__)
-
-
-def policy_of(config: EngineConfig) -> PluginPolicy:
-    """The operator's rules for plugins."""
-    plugins = config.plugins
-    return PluginPolicy(
-        allow=tuple(plugins.allow),
-        deny=tuple(plugins.deny),
-        mode=plugins.mode,
-        prefer=dict(plugins.prefer),
-        override=dict(plugins.override),
-        is_strict=plugins.strict,
-        auto=plugins.auto,
-        files=tuple(plugins.files),
-        locked=plugins.locked,
-        certificates=plugins.certificates,
-        is_checked=plugins.check,
-    )
 
 
 @dataclass(slots=True)

@@ -31,12 +31,12 @@ __all__ = [
     "StructuredOutputsConfig",
 ]
 
-_FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=False, validate_default=False)
+_FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=False, validate_default=False, defer_build=True)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -270,7 +270,7 @@ class EngineConfig:
     additional_config: dict[str, Any] = _mapped("Free values for plugins")
     optimization_level: Annotated[int, Field(ge=0, le=3)] = _option(2, "0 starts fastest, 3 runs fastest")
     performance_mode: Literal["balanced", "interactivity", "throughput"] = _option("balanced", "What defaults favour")
-    shutdown_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _option(
+    shutdown_timeout: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = _option(
         0.0, "Seconds to let running requests end; 0 aborts them"
     )
 
@@ -304,9 +304,7 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = _option(False, "Report cached tokens in usage")
     enable_force_include_usage: bool = _option(False, "Send usage at the end of every stream")
     return_tokens_as_token_ids: bool = _option(False, "Show tokens as token_id:N in logprobs")
-    sse_keep_alive_interval_s: Annotated[float, Field(gt=0)] = _option(
-        15.0, "Seconds between comments on a silent stream"
-    )
+    sse_keep_alive_interval_s: Seconds = _option(15.0, "Seconds between comments on a silent stream")
     metrics_compat: Literal["none", "vllm"] = _option("none", "Also export metrics under the reference engine's names")
     max_body_bytes: PositiveInt = _option(32 << 20, "Largest request body")
     max_n: PositiveInt = _option(128, "Most outputs of one request")
