@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -47,6 +49,17 @@ class Work:
     def expected(self) -> torch.Tensor:
         self()
         return self.outputs.pop().clone()
+
+
+def test_recording_imports_no_compiler() -> None:
+    """It would take more than a second of somebody's first request."""
+    code = (
+        "import sys, torch\nfrom rabbet_hw_cpu.graphs import Arena, capture\n"
+        "x = torch.ones(2)\ncapture(lambda: x.add_(1), Arena()).replay()\n"
+        "print(x.tolist(), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[3.0, 3.0] False"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

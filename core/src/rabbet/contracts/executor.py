@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,11 @@ class ModelRunner(ABC):
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin one step; the callable waits for it. Where nothing can run ahead the whole step runs here."""
+        result = self.execute(plan)
+        return lambda: result
 
     @abstractmethod
     def close(self) -> None:

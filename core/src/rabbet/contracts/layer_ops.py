@@ -57,6 +57,22 @@ class LayerOps(ABC):
             The rotated queries and keys, which may be the inputs themselves. Source: arXiv 2104.09864.
         """
 
+    def norm_rotary(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        q_weight_D: torch.Tensor,
+        k_weight_D: torch.Tensor,
+        eps: float,
+        positions_T: torch.Tensor,
+        cos_sin_PR: torch.Tensor,
+        *,
+        is_neox: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rms_norm`` of each head, then ``rotary``; arguments and results as there. One kernel where there is one."""
+        q_THD, k_TKD = self.rms_norm(q_THD, q_weight_D, eps), self.rms_norm(k_TKD, k_weight_D, eps)
+        return self.rotary(q_THD, k_TKD, positions_T, cos_sin_PR, is_neox=is_neox)
+
     @abstractmethod
     def silu_and_mul(self, gate_up_T2N: torch.Tensor) -> torch.Tensor:
         """``silu(x[..., :N]) * x[..., N:]``. Source: arXiv 2002.05202."""

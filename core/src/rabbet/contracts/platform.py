@@ -18,10 +18,12 @@ __all__ = [
     "BatchDefaults",
     "CaptureError",
     "DeviceInfo",
+    "DrawBatch",
     "GraphSession",
     "MemoryInfo",
     "Platform",
     "PlatformQuery",
+    "SupportsAsyncSteps",
     "SupportsGraphs",
 ]
 
@@ -87,6 +89,9 @@ class Platform(ABC):
     device_type: ClassVar[str]
     """``torch.device`` type, e.g. ``cpu`` or ``cuda``."""
 
+    device_ids: tuple[str, ...] = ()
+    """Devices to use, one a local rank, as ``PlatformQuery`` had them; set before ``init_device``. Empty: the first ones."""
+
     @classmethod
     @abstractmethod
     def detect(cls) -> tuple[DeviceInfo, ...]:
@@ -121,7 +126,7 @@ class Platform(ABC):
         """Memory of the claimed device now; consistent under allocation."""
 
     def peak_activation_bytes(self) -> int | None:
-        """Highest memory of tensors since ``init_device``, or None where the platform cannot tell."""
+        """Most memory that tensors took since the last call of ``memory``, beyond what they took then; None: cannot tell."""
         return None
 
     def layer_ops(self) -> LayerOps | None:
@@ -170,4 +175,53 @@ class SupportsGraphs(ABC):
 
         Raises:
             CaptureError: If an operation cannot be replayed. The work may have run in part.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawBatch:
+    """How a token is drawn from each row of logits; tensors of [B] on the device.
+
+    Attributes:
+        temperature_B: float32; 0 takes the likeliest token, the first of equal ones.
+        top_k_B: int32; 0 is off.
+        top_p_B: float32; 1 is off. Refers to what ``top_k`` and ``min_p`` left.
+        min_p_B: float32; 0 is off.
+        seed_B: int64.
+        index_B: int64, of the token among the request's output tokens.
+        is_random: Whether any row has a temperature.
+        is_filtered: Whether any row has a filter.
+    """
+
+    temperature_B: torch.Tensor
+    top_k_B: torch.Tensor
+    top_p_B: torch.Tensor
+    min_p_B: torch.Tensor
+    seed_B: torch.Tensor
+    index_B: torch.Tensor
+    is_random: bool
+    is_filtered: bool
+
+
+class SupportsAsyncSteps(ABC):
+    """Optional ability of a platform: the device computes what was launched while the host goes on.
+
+    Steps are then launched one ahead: sampled ids stay on the device and feed the next step, and the host reads them
+    one step late. All calls come from one thread, and what is launched runs in order.
+    """
+
+    @abstractmethod
+    def mark(self) -> Callable[[], None]:
+        """Mark what has been launched; the callable waits until the device has done it."""
+
+    @abstractmethod
+    def draw(self, logits_BV: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
+        """One token a row, int64 [B] on the device, without waiting for it; -1 where the largest logit is not finite.
+
+        A draw depends on the row's logits and numbers alone, never on other rows: the same seed and index give the same
+        token in any batch. May be captured (``SupportsGraphs``).
+
+        Args:
+            logits_BV: float32, or the model's dtype. May be overwritten.
+            batch: Of the same rows.
         """

@@ -16,6 +16,7 @@ from torch import nn
 
 from rabbet.errors import ConfigError
 from rabbet.layers.context import BuildContext
+from rabbet.layers.norm import RMSNorm
 
 __all__ = ["ROPE_TYPES", "RotaryEmbedding", "get_rope", "inverse_frequencies", "rope_parameters"]
 
@@ -123,9 +124,18 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(
-        self, positions: torch.Tensor, q_THD: torch.Tensor, k_TKD: torch.Tensor
+        self,
+        positions: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries and keys."""
+        """Rotated queries and keys, after the norms of their heads where there are any (of one ``eps``)."""
+        if norms is not None:
+            q, k = norms
+            return self.ops.norm_rotary(
+                q_THD, k_TKD, q.weight, k.weight, q.eps, positions, self.cos_sin, is_neox=self.is_neox
+            )
         return self.ops.rotary(q_THD, k_TKD, positions, self.cos_sin, is_neox=self.is_neox)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from rabbet.config.resolved import ResolvedConfig, load_hf_config
 from rabbet.contracts.attention import AttentionBackend, AttentionQuery
+from rabbet.contracts.kv_cache_dtype import KVCacheDtype, KVDtypeQuery, PageFormat
 from rabbet.contracts.model import Model
 from rabbet.contracts.platform import Platform
 from rabbet.errors import ConfigError, PluginRefusedError
@@ -62,6 +64,7 @@ def build_model(
         quantization=_quantization(resolved, model_class, config),
         block_size=resolved.block_size,
         kv_cache_dtype=resolved.kv_cache_dtype,
+        page_format=partial(_page_format, resolved) if composition.get("kv_cache_dtype") else None,
         max_model_len=resolved.max_model_len,
     )
     format_class = composition.load("weights")
@@ -116,6 +119,28 @@ def _check_attention(resolved: ResolvedConfig, context: BuildContext) -> None:
                 name=name,
                 refusals=refusals,
             )
+
+
+def _page_format(resolved: ResolvedConfig, num_kv_heads: int, head_dim: int) -> PageFormat:
+    """How the KV-cache dtype stores a token of one layer; it was chosen by what config.json says, as attention was."""
+    dtype: type[KVCacheDtype] = resolved.composition.load("kv_cache_dtype")
+    query = KVDtypeQuery(
+        device_type=resolved.device_type,
+        arch=resolved.arch,
+        dtype=resolved.dtype,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+    )
+    if refusals := dtype.supports(query):
+        raise PluginRefusedError(
+            f"--kv-cache-dtype {resolved.kv_cache_dtype} cannot store layers of {num_kv_heads} heads of {head_dim}: "
+            f"{'; '.join(map(str, refusals))}; use --kv-cache-dtype auto",
+            kind="kv_cache_dtype",
+            name=resolved.kv_cache_dtype,
+            refusals=refusals,
+        )
+    return dtype.page_format(query)
 
 
 def _quantization(resolved: ResolvedConfig, model_class: type[Model], config: Any) -> Any:

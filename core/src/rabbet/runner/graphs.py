@@ -14,35 +14,37 @@ import torch
 from rabbet.config.resolved import ResolvedConfig
 from rabbet.contracts.attention import AttentionBackend, GraphSupport
 from rabbet.contracts.batch import AttentionBatch
-from rabbet.contracts.platform import CaptureError, GraphSession, Platform, SupportsGraphs
+from rabbet.contracts.platform import CaptureError, GraphSession, Platform, SupportsAsyncSteps, SupportsGraphs
 from rabbet.runner.inputs import StepInputs
 from rabbet.runner.slots import Slots
 
-__all__ = ["DecodeGraphs", "decode_graphs"]
+__all__ = ["DecodeGraphs", "capture_sizes"]
 
 logger = logging.getLogger(__name__)
 _LARGEST = 64
 """Larger batches compute for so long that the host's work beside them does not show."""
+_LARGEST_PADDED = 512
+_PADDED = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, _LARGEST_PADDED + 1, 64))
+"""Where steps are launched ahead, a batch is filled up to the next of these sizes: each takes its time at the start."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, list[AttentionBatch]], torch.Tensor]
 """Token ids, positions and one batch a cache group to logits."""
 
 
-def decode_graphs(
-    resolved: ResolvedConfig, platform: Platform, backends: Sequence[AttentionBackend], slots: Slots, compute: Compute
-) -> DecodeGraphs | None:
-    """Graphs where the platform, the attention backends and the configuration allow them, else None."""
+def capture_sizes(resolved: ResolvedConfig, platform: Platform, backends: Sequence[AttentionBackend]) -> frozenset[int]:
+    """Batch sizes to capture; none where the platform, an attention backend or the configuration does not allow it."""
     config = resolved.config
     if config.model.enforce_eager or config.compilation.cudagraph_mode == "NONE" or config.optimization_level == 0:
-        return None
+        return frozenset()
     if not isinstance(platform, SupportsGraphs) or resolved.world_size > 1:
-        return None
+        return frozenset()
     if any(backend.graph_support() is GraphSupport.NEVER for backend in backends):
-        return None
-    largest = config.compilation.max_cudagraph_capture_size or _LARGEST
-    wanted = config.compilation.cudagraph_capture_sizes or range(1, largest + 1)
-    sizes = frozenset(size for size in wanted if 0 < size <= min(largest, resolved.max_num_seqs))
-    return DecodeGraphs(platform, slots, compute, sizes, resolved.max_model_len) if sizes else None
+        return frozenset()
+    is_padded = isinstance(platform, SupportsAsyncSteps)
+    most = config.compilation.max_cudagraph_capture_size or (_LARGEST_PADDED if is_padded else _LARGEST)
+    most = min(most, resolved.max_num_seqs)
+    default = {*(size for size in _PADDED if size < most), most} if is_padded else range(1, most + 1)
+    return frozenset(size for size in config.compilation.cudagraph_capture_sizes or default if 0 < size <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,7 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._captured: dict[int, _Captured] = {}
         size, groups = max(sizes), len(slots.block_tables)
-        # On the host: the one platform that captures computes there. Another device needs them in its memory, and sizes that
-        # are padded, since a capture is not as cheap there as a step.
+        # On the host: platforms that compute elsewhere launch steps ahead, and ``Launcher`` keeps their graphs.
         self._input_ids = torch.zeros(size, dtype=torch.int64)
         self._positions = torch.zeros(size, dtype=torch.int64)
         self._seq_lens = torch.ones(size, dtype=torch.int32)

@@ -6,6 +6,7 @@ Shapes: T tokens, N hidden size, B rows of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from rabbet.config.resolved import ResolvedConfig
 from rabbet.contracts.attention import AttentionBackend, AttentionContext
 from rabbet.contracts.batch import AttentionBatch
 from rabbet.contracts.executor import MemoryReport, ModelRunner
-from rabbet.contracts.platform import Platform
+from rabbet.contracts.platform import Platform, SupportsAsyncSteps, SupportsGraphs
 from rabbet.layers import ForwardContext, set_forward_context
 from rabbet.parallel import ParallelState, init_parallel
 from rabbet.runner.build import BuiltModel, attention_query, build_model
-from rabbet.runner.graphs import DecodeGraphs, decode_graphs
-from rabbet.runner.inputs import StepInputs, build_inputs
+from rabbet.runner.graphs import DecodeGraphs, capture_sizes
+from rabbet.runner.inputs import SampleRow, StepInputs, build_inputs
+from rabbet.runner.launch import BAD_LOGITS, Launcher, draw_batch
 from rabbet.runner.logits import adjust_logits
 from rabbet.runner.logprobs import scores, token_logprobs
 from rabbet.runner.memory import kv_budget
@@ -36,7 +38,6 @@ __all__ = ["DeviceRunner"]
 
 logger = logging.getLogger(__name__)
 _PROMPT_LOGITS_ROWS = 256
-_BAD_LOGITS = "the model's logits hold NaN or infinity"
 _NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
 
 
@@ -64,6 +65,7 @@ class DeviceRunner(ModelRunner):
         self._slots: Slots | None = None
         self._processors: Processors | None = None
         self._graphs: DecodeGraphs | None = None
+        self._launcher: Launcher | None = None
         self._buffers: list[torch.Tensor] = []
 
     # ---- start
@@ -72,6 +74,7 @@ class DeviceRunner(ModelRunner):
         """See ``ModelRunner``."""
         resolved = self._resolved
         self._platform = resolved.composition.build("platform")
+        self._platform.device_ids = tuple(str(item) for item in resolved.config.parallel.device_ids or ())
         self._device = self._platform.init_device(local_rank=self._rank, world_size=self._world_size)
         self._parallel = init_parallel(
             rank=self._rank,
@@ -160,12 +163,26 @@ class DeviceRunner(ModelRunner):
             num_groups=len(config.groups),
             block_size=resolved.block_size,
         )
-        if self._model.is_capturable:
-            assert self._platform is not None
-            self._graphs = decode_graphs(resolved, self._platform, self._backends, self._slots, self._compute)
+        platform = self._platform
+        assert platform is not None
+        sizes = capture_sizes(resolved, platform, self._backends) if self._model.is_capturable else frozenset()
+        if isinstance(platform, SupportsAsyncSteps):
+            self._launcher = Launcher(
+                platform,
+                self._slots,
+                device=self._device,
+                block_size=resolved.block_size,
+                max_model_len=resolved.max_model_len,
+                forward=self._forward,
+                compute_logits=self._model.compute_logits,
+                sizes=sorted(sizes),
+            )
+        elif sizes and isinstance(platform, SupportsGraphs):
+            self._graphs = DecodeGraphs(platform, self._slots, self._compute, sizes, resolved.max_model_len)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """One request of one step, so that lazy allocations and kernels are in place."""
+        """One request of one step, so that lazy allocations and kernels are in place; then the graphs."""
         assert self._cache_config is not None
         blocks = [[1] for _ in self._cache_config.groups]
         request = NewRequest(
@@ -180,11 +197,17 @@ class DeviceRunner(ModelRunner):
         self.execute(StepPlan(step_id=0, new_requests=[request], num_scheduled_tokens={"warm-up": 2}))
         assert self._slots is not None and self._processors is not None
         self._processors.remove(self._slots.remove("warm-up"))
+        if self._launcher is not None:
+            self._launcher.capture_all()
 
     # ---- steps
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        """See ``ModelRunner``."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """See ``ModelRunner``."""
         slots = self._slots
         assert slots is not None and self._processors is not None, "initialize_cache() comes first"
@@ -194,8 +217,15 @@ class DeviceRunner(ModelRunner):
             self._processors.add(slots.add(new), slots)
         for running in plan.running_requests:
             slots.update(running)
-        if not plan.num_scheduled_tokens:
-            return StepResult(step_id=plan.step_id)
+        if self._launcher is not None and plan.num_scheduled_tokens:
+            if not self._processors and self._launcher.is_possible(plan):
+                return self._launcher.launch(plan)
+            self._launcher.settle()
+        result = self._run(plan, slots) if plan.num_scheduled_tokens else StepResult(step_id=plan.step_id)
+        return lambda: result
+
+    def _run(self, plan: StepPlan, slots: Slots) -> StepResult:
+        """A step from beginning to end."""
         inputs = build_inputs(plan, slots, block_size=self._resolved.block_size, device=self._device)
         logits = self._graphs.run(inputs) if self._graphs is not None else None
         if logits is not None:
@@ -244,7 +274,7 @@ class DeviceRunner(ModelRunner):
         raw = scores(logits[wanted], mode) if wanted and mode.startswith("raw") else None
         logits = logits.float()
         is_bad = (~torch.isfinite(logits.amax(dim=-1))).tolist()
-        problems = {i: _BAD_LOGITS for i, bad in enumerate(is_bad) if bad}
+        problems = {i: BAD_LOGITS for i, bad in enumerate(is_bad) if bad}
         problems |= dict.fromkeys(adjust_logits(logits, rows, self._slots), _NO_TOKEN_LEFT)
         if self._processors:
             # Not told of rows that fail already: these keep their own reason.
@@ -254,7 +284,7 @@ class DeviceRunner(ModelRunner):
         logits[list(problems)] = 0.0
         if wanted and raw is None:
             raw = scores(processed_logits(logits[wanted], [rows[i] for i in wanted]), mode)
-        tokens = draw(logits, rows).tolist()
+        tokens = self._draw(logits, rows).tolist()
         sampled: dict[str, list[int]] = {}
         failed: dict[str, str] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
@@ -286,6 +316,15 @@ class DeviceRunner(ModelRunner):
             failed=failed,
         )
 
+    def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+        """A token a row. Where the platform draws, it draws all tokens: a request's must not depend on its company."""
+        platform, slots = self._platform, self._slots
+        assert slots is not None
+        if not isinstance(platform, SupportsAsyncSteps):
+            return draw(logits, rows)
+        index, output_index = [sample.row.slot for sample in rows], [sample.output_index for sample in rows]
+        return platform.draw(logits, draw_batch(slots, index, output_index, self._device))
+
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
         """For requests that asked: entries of the prompt positions that this step's rows predict."""
         assert self._slots is not None
@@ -311,7 +350,7 @@ class DeviceRunner(ModelRunner):
 
     def close(self) -> None:
         """See ``ModelRunner``."""
-        self._graphs = None
+        self._graphs = self._launcher = None
         self._caches.clear()
         self._buffers.clear()
         self._backends.clear()

@@ -12,6 +12,8 @@ from rabbet.types.sampling import SamplingParams
 
 __all__ = ["Row", "Slots"]
 
+_MAX_INT32 = (1 << 31) - 1
+
 
 @dataclass(slots=True)
 class Row:
@@ -43,19 +45,33 @@ class Row:
 class Slots:
     """Token ids, lengths and block tables of all rows, as arrays.
 
-    ``token_ids[slot, :num_tokens[slot]]`` are the known tokens; drafts may stand behind them during a step.
+    ``token_ids[slot, :num_tokens[slot]]`` are the known tokens; drafts may stand behind them during a step. Where steps are
+    launched ahead, -1 stands for a token that the device knows and the host does not yet.
+
+    Attributes:
+        idle: A row that belongs to nobody and has no tokens: batches are filled up with it.
+        floats: Temperature (0 if greedy), top_p and min_p of each row.
+        needs_host: Rows whose logits or log probabilities are worked on with tokens that the host has to know.
     """
 
     def __init__(self, *, num_slots: int, max_model_len: int, num_groups: int, block_size: int) -> None:
         """Reserve rows; memory is touched only as it is used."""
+        self.idle = num_slots
+        num_slots += 1
         self.max_blocks = -(-(max_model_len + 1) // block_size) + 1
         self.token_ids = np.zeros((num_slots, max_model_len + 128), np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
         self.num_computed = np.zeros(num_slots, np.int64)
         self.block_tables = [np.zeros((num_slots, self.max_blocks), np.int32) for _ in range(num_groups)]
         self.num_blocks = [np.zeros(num_slots, np.int64) for _ in range(num_groups)]
+        # How tokens are drawn, a column a number, so that a step takes the rows of all its requests at once.
+        self.floats = np.zeros((3, num_slots), np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.seeds = np.zeros(num_slots, np.int64)
+        self.num_prompt = np.zeros(num_slots, np.int64)
+        self.needs_host = np.zeros(num_slots, bool)
         self.rows: dict[str, Row] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(self.idle - 1, -1, -1))
 
     def add(self, request: NewRequest) -> Row:
         """Make a row."""
@@ -78,6 +94,12 @@ class Slots:
             ),
         )
         self.rows[request.request_id] = row
+        self.floats[:, slot] = 0 if sampling.is_greedy else sampling.temperature, sampling.top_p, sampling.min_p
+        self.top_k[slot] = min(sampling.top_k, _MAX_INT32)
+        self.seeds[slot] = (request.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        self.num_prompt[slot] = request.num_prompt_tokens
+        scores = (sampling.logprobs, sampling.logprob_token_ids, sampling.prompt_logprobs)
+        self.needs_host[slot] = not row.is_plain or any(wanted is not None for wanted in scores)
         count = len(request.token_ids)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count

@@ -81,6 +81,11 @@ class _Replay(GraphSession):
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch in this thread while it is active; the compiled calls are brought to it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: else the first recording, in the first request, imports the compiler for a second."""
+        return False
+
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
@@ -130,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         } & set(func.tags):
             raise CaptureError(f"{func} cannot be replayed")
         result = func(*args, **kwargs)
-        if func.is_view:
+        if func.is_view and _shares_memory(result, args):
             self._kept.append(result)
             return result
         results, _ = tree_flatten(result)
@@ -169,6 +174,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was recorded."""
         self._end_run()
         return _Replay(self._parts, self._kept)
+
+
+def _shares_memory(result: Any, args: Any) -> bool:
+    """Whether a view is one: ``to``, ``reshape`` and ``contiguous`` are called so, and copy where they must."""
+    given = {item.untyped_storage().data_ptr() for item in tree_flatten(args)[0] if isinstance(item, torch.Tensor)}
+    made = [item for item in tree_flatten(result)[0] if isinstance(item, torch.Tensor)]
+    return all(item.untyped_storage().data_ptr() in given for item in made)
 
 
 _ALLOCATIONS = (
