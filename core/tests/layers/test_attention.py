@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rabbet.contracts.kv_cache_dtype import PageFormat
+from rabbet.contracts.quantization import KVCacheMethod
+from rabbet.errors import ConfigError
 from rabbet.layers import Attention, ForwardContext, get_forward_context, set_forward_context
 from rabbet.types.kv import CacheKind
 
@@ -84,6 +87,68 @@ def test_cache_spec_names_kind_window_and_bytes(context: Any) -> None:
     assert (full.kind, full.block_size, full.page_size_bytes) == (CacheKind.FULL_ATTENTION, 32, 2 * 32 * 2 * 8 * 4)
     sliding = build(context(kv_cache_dtype="bfloat16"), window=9).kv_cache_spec()
     assert (sliding.kind, sliding.window, sliding.page_size_bytes) == (CacheKind.SLIDING_WINDOW, 9, 2 * 16 * 2 * 8 * 2)
+
+
+def in_pages(form: PageFormat, seen: list[tuple[int, int]] | None = None) -> dict[str, Any]:
+    def page_format(num_kv_heads: int, head_dim: int) -> PageFormat:
+        if seen is not None:
+            seen.append((num_kv_heads, head_dim))
+        return form
+
+    return {"kv_cache_dtype": "packed4", "page_format": page_format}
+
+
+def test_cache_spec_has_the_pages_of_the_kv_cache_dtype(context: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    form = PageFormat(storage_dtype="uint8", bytes_per_token=16, scale_bytes_per_token=8)
+    spec = build(context(**in_pages(form, seen))).kv_cache_spec()
+    assert (spec.dtype, spec.kv_cache_dtype, spec.page_size_bytes) == ("uint8", "packed4", 16 * (16 + 8))
+    assert seen == [(2, 8)]
+    assert build(context()).kv_cache_spec().kv_cache_dtype == ""
+
+
+class Scales(KVCacheMethod):
+    """Gives what a checkpoint held."""
+
+    def __init__(self, k: Any, v: Any) -> None:
+        self.scales = k, v
+
+    def create_weights(self, layer: Any) -> None:
+        pass
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.k_scale, layer.v_scale = self.scales
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Scales:
+        return self
+
+
+def scaled(context: Any, k: Any, v: Any, *, has_head_scales: bool) -> Any:
+    form = PageFormat(storage_dtype="float8_e4m3fn", bytes_per_token=32, has_head_scales=has_head_scales)
+    layer = build(context(quantization=Scales(k, v), **in_pages(form)))
+    layer.process_weights_after_loading()
+    return layer.spec
+
+
+def test_scales_of_a_checkpoint_reach_the_backend_as_the_kv_cache_dtype_has_them(context: Any) -> None:
+    spec = scaled(context, torch.tensor([0.5]), 2.0, has_head_scales=False)
+    assert (spec.k_scale, spec.v_scale, spec.k_head_scales, spec.v_head_scales) == (0.5, 2.0, None, None)
+    assert isinstance(spec.k_scale, float)
+    spec = scaled(context, torch.tensor([0.5, 4.0]), torch.tensor(2.0), has_head_scales=True)
+    assert spec.k_head_scales.tolist() == [0.5, 4.0] and spec.v_head_scales.tolist() == [2.0, 2.0]
+    assert spec.k_head_scales.dtype == torch.float32 and spec.v_head_scales.is_contiguous()
+    form = PageFormat(storage_dtype="float8_e4m3fn", bytes_per_token=32, has_head_scales=True)
+    plain = build(context(**in_pages(form)))
+    plain.process_weights_after_loading()
+    assert plain.spec.k_head_scales.tolist() == [1.0, 1.0], "without a checkpoint's scales they are 1"
+
+
+@pytest.mark.parametrize(("k", "has_head_scales"), [([0.5, 4.0], False), ([1.0, 2.0, 3.0], True)])
+def test_scales_that_the_kv_cache_dtype_has_no_place_for_are_refused(
+    context: Any, k: list[float], has_head_scales: bool
+) -> None:
+    with pytest.raises(ConfigError, match=rf"gives k_scale as \[{len(k)}\]; --kv-cache-dtype packed4 takes one"):
+        scaled(context, torch.tensor(k), 1.0, has_head_scales=has_head_scales)
 
 
 def test_context_ends_with_its_block_even_after_an_error() -> None:

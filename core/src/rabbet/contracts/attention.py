@@ -125,6 +125,9 @@ class AttentionLayerSpec:
         alibi_slopes: float32 [H], or None.
         k_scale: Keys in the cache are the true keys divided by it.
         v_scale: Likewise for values.
+        k_head_scales: float32 [K] on the device, instead of ``k_scale``: one for each key head. Given if and only if the
+            KV-cache dtype's ``PageFormat`` has them.
+        v_head_scales: Likewise for values.
     """
 
     name: str
@@ -135,6 +138,8 @@ class AttentionLayerSpec:
     alibi_slopes: torch.Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    k_head_scales: torch.Tensor | None = None
+    v_head_scales: torch.Tensor | None = None
 
 
 class GraphSupport(Enum):
@@ -164,7 +169,10 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def kv_layout(cls, spec: KVCacheSpec) -> KVLayout:
-        """The layout of one block for layers of ``spec``; its bytes are at most ``spec.page_size_bytes``."""
+        """The layout of one block for layers of ``spec``; its bytes are at most ``spec.page_size_bytes``.
+
+        ``spec.kv_cache_dtype`` names the codes of the elements; scales that stand in the page have room in it.
+        """
 
     @classmethod
     def block_sizes(cls) -> tuple[int, ...]:

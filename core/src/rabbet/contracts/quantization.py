@@ -163,7 +163,7 @@ class KVCacheMethod(ABC):
 
     @abstractmethod
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Set ``layer.k_scale`` and ``layer.v_scale``."""
+        """Set ``layer.k_scale`` and ``layer.v_scale``: numbers, or float32 [K] where the KV-cache dtype has one a head."""
 
 
 class QuantizationConfig(ABC):

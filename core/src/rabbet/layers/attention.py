@@ -6,11 +6,13 @@ Shapes: T tokens, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from rabbet.contracts.attention import AttentionLayerSpec
+from rabbet.contracts.kv_cache_dtype import PageFormat
 from rabbet.contracts.quantization import KVCacheMethod
 from rabbet.errors import ConfigError
 from rabbet.layers.context import BuildContext
@@ -121,8 +123,10 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.block_size = context.block_size
         self.kv_cache_dtype = context.kv_cache_dtype
-        self.k_scale = 1.0
-        self.v_scale = 1.0
+        self.page_format = context.page_format(num_kv_heads, head_dim) if context.page_format is not None else None
+        self.k_scale: float | torch.Tensor = 1.0
+        self.v_scale: float | torch.Tensor = 1.0
+        self.device = context.device
         self.spec = AttentionLayerSpec(name=prefix, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         self.quant_method: KVCacheMethod | None = None
         if context.quantization is not None:
@@ -135,23 +139,48 @@ class Attention(nn.Module):
         context.attention_layers[prefix] = self
 
     def process_weights_after_loading(self) -> None:
-        """Take scales from the checkpoint."""
+        """Take scales from the checkpoint: one number, or one a head where the KV-cache dtype has as many.
+
+        Raises:
+            ConfigError: If the checkpoint has other scales than the KV-cache dtype.
+        """
         if self.quant_method is not None:
             self.quant_method.process_weights_after_loading(self)
-            self.spec = replace(self.spec, k_scale=self.k_scale, v_scale=self.v_scale)
+        has_head_scales = self.page_format is not None and self.page_format.has_head_scales
+        found: dict[str, Any] = {}
+        for name in ("k", "v"):
+            scale = torch.as_tensor(getattr(self, f"{name}_scale"), dtype=torch.float32, device=self.device)
+            if scale.numel() != 1 and not (has_head_scales and scale.shape == (self.num_kv_heads,)):
+                wanted = f"one, or one for each of {self.num_kv_heads} heads" if has_head_scales else "one"
+                raise ConfigError(
+                    f"{self.spec.name}: the checkpoint gives {name}_scale as {list(scale.shape)}; "
+                    f"--kv-cache-dtype {self.kv_cache_dtype} takes {wanted}",
+                    field="cache.kv_cache_dtype",
+                )
+            if has_head_scales:
+                found[f"{name}_head_scales"] = scale.reshape(-1).expand(self.num_kv_heads).contiguous()
+            else:
+                found[f"{name}_scale"] = scale.item()
+        self.spec = replace(self.spec, **found)
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """The cache that this layer needs."""
-        item = _ITEM_BYTES.get(self.kv_cache_dtype, 1)
+        form = self.page_format
+        if form is None:
+            item = _ITEM_BYTES[self.kv_cache_dtype]
+            form = PageFormat(
+                storage_dtype=self.kv_cache_dtype, bytes_per_token=2 * self.num_kv_heads * self.head_dim * item
+            )
         return KVCacheSpec(
             kind=CacheKind.FULL_ATTENTION if self.spec.window is None else CacheKind.SLIDING_WINDOW,
             block_size=self.block_size,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim,
-            dtype=self.kv_cache_dtype,
-            page_size_bytes=2 * self.block_size * self.num_kv_heads * self.head_dim * item,
+            dtype=form.storage_dtype,
+            page_size_bytes=self.block_size * (form.bytes_per_token + form.scale_bytes_per_token),
             window=self.spec.window,
+            kv_cache_dtype=self.kv_cache_dtype if self.page_format is not None else "",
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

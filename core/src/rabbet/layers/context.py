@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+    from rabbet.contracts.kv_cache_dtype import PageFormat
     from rabbet.contracts.layer_ops import LayerOps
     from rabbet.contracts.linear import LinearBackend, MoEBackend
     from rabbet.contracts.quantization import QuantizationConfig
@@ -31,6 +33,7 @@ class BuildContext:
         quantization: The checkpoint's method, or None.
         block_size: Tokens a KV block.
         kv_cache_dtype: Name of the KV-cache dtype, resolved.
+        page_format: Key heads of a rank and their size to how that dtype stores a token; None: as plain numbers.
         max_model_len: Longest context; rotary tables are made for it.
         attention_layers: Filled by attention layers as they are built, name to layer, in model order.
     """
@@ -44,5 +47,6 @@ class BuildContext:
     quantization: QuantizationConfig | None = None
     block_size: int = 16
     kv_cache_dtype: str = "bfloat16"
+    page_format: Callable[[int, int], PageFormat] | None = None
     max_model_len: int = 8192
     attention_layers: dict[str, Attention] = field(default_factory=dict)

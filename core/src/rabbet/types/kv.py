@@ -29,9 +29,10 @@ class KVCacheSpec:
         num_kv_heads: Key/value heads of this rank.
         head_dim: Elements of a key head.
         head_dim_v: Elements of a value head.
-        dtype: Element type as torch spells it without the prefix, e.g. ``bfloat16``.
+        dtype: Type of stored elements as torch spells it without the prefix, e.g. ``bfloat16`` or ``uint8``.
         page_size_bytes: Bytes of one block of this layer: keys, values and scales, padding included.
         window: For ``SLIDING_WINDOW``: a token at position p attends to positions p - window + 1 .. p.
+        kv_cache_dtype: Name of the KV-cache dtype whose codes the elements hold; empty: the numbers themselves.
     """
 
     kind: CacheKind = CacheKind.FULL_ATTENTION
@@ -42,6 +43,7 @@ class KVCacheSpec:
     dtype: str
     page_size_bytes: int
     window: int | None = None
+    kv_cache_dtype: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
