@@ -143,6 +143,8 @@ def test_fields_of_real_clients_are_accepted(site: Any) -> None:
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude"), ({"messages": []}, "messages", "empty"),
         ({"messages": HELLO * 300}, "messages", "256"), ({"tools": TOOLS * 1025, "tool_choice": "none"}, "tools", "1024"), ({"reasoning_effort": {"effort": 3}}, "reasoning_effort", "text"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages", "256"), ({"messages": "x"}, "messages", "list"), ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"), ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "text"),
     ],
     ids=str,
 )  # fmt: skip

@@ -246,7 +246,8 @@ def test_old_and_unknown_fields_are_ignored_and_counted(site: Any, caplog: pytes
      ({"request_id": "a\nb"}, "request_id"), ({"request_id": "x" * 129}, "request_id"), ({"stream_options": {"include_usage": True}}, "stream_options"),
      ({"stream": True, "stream_options": 5}, "stream_options"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
      ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": {"type": "x"}}, "response_format"),
-     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"n": 10**9}, "n"), ({"n": 2, "temperature": 0}, "n")],
+     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"n": 10**9}, "n"), ({"n": 2, "temperature": 0}, "n"),
+     ({"prompt_embeds": "AAAA"}, "prompt_embeds")],
     ids=str,
 )  # fmt: skip
 def test_wrong_fields_are_refused_by_name_before_anything_runs(site: Any, fields: dict[str, Any], param: str) -> None:

@@ -69,6 +69,9 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
     values |= {key: getattr(body, key) for key in _COPIED if key in given and getattr(body, key) is not None}
     if body.n > limits.max_n:
         raise InvalidRequestError(f"n is {body.n}, the limit is {limits.max_n} (--max-n)", field="n", value=body.n)
+    if "prompt_embeds" in body.unknown_fields:
+        text = "prompt_embeds are not taken by this server; send a prompt as text or token ids"
+        raise InvalidRequestError(text, field="prompt_embeds")
     values["stop"] = _stops(body.stop, limits.max_stop)
     most_allowed = max(_MAX_LIST, state.engine().model_info.vocab_size)
     for name in _LISTS:
@@ -207,4 +210,5 @@ def _build(values: dict[str, Any], body: SamplingRequest, rename: Mapping[str, s
         field = (rename or {}).get(error.field or "", error.field)
         if field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
             field = "max_completion_tokens"
-        raise InvalidRequestError(str(error), field=field, value=error.value) from None
+        text = str(error).replace(error.field or " ", field or " ", 1)
+        raise InvalidRequestError(text, field=field, value=error.value) from None
