@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rabbet.contracts import KINDS
 from rabbet.errors import PluginRefusedError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.certificate import (
@@ -31,6 +32,7 @@ from rabbet.registry.policy import PluginPolicy
 from rabbet.registry.select import select
 
 Write = Callable[..., str]
+ATTENTION = KINDS["attention"].version
 COUNTS = {
     "passed": 812,
     "failed": 0,
@@ -66,7 +68,7 @@ def certificate(entry: Entry, **changes: Any) -> dict[str, Any]:
         "distribution": "Acme",
         "version": "1.0",
         "wheel_digest": wheel_digest(entry.entry_point.dist),
-        "contract": "1.0",
+        "contract": ATTENTION,
         "arch": "avx512",
         "counts": COUNTS,
     } | changes
@@ -88,7 +90,7 @@ def test_badge_counts_and_never_a_percentage(installed: tuple[Path, Entry], tmp_
     put(folder / "certificate.json" if place == "package" else tmp_path / "attention-acme_flash.json", certificate(entry))
     proof = proof_of(entry, arch="avx512", directory=tmp_path)
     assert proof.state == "certified", proof.reason
-    assert proof.badge == "attention 1.0 · avx512 · 812 pass, 0 fail, 41 unclaimed"
+    assert proof.badge == f"attention {ATTENTION} · avx512 · 812 pass, 0 fail, 41 unclaimed"
     assert proof_of(entry, arch="sm_90", directory=tmp_path).state == "none"
 
 
@@ -205,6 +207,6 @@ def test_rows_show_the_badge(installed: tuple[Path, Entry], site: Path, tmp_path
     put(tmp_path / "attention-acme_flash.json", certificate(installed[1], wheel_digest="0"))
     catalog = Catalog.scan(PluginPolicy(certificates=str(tmp_path)), path=[str(site)])
     (row,) = list_plugins(catalog, "attention")
-    assert row["certificate"] == "stale: attention 1.0 · avx512 · 812 pass, 0 fail, 41 unclaimed"
+    assert row["certificate"] == f"stale: attention {ATTENTION} · avx512 · 812 pass, 0 fail, 41 unclaimed"
     (info,) = plugin_info(catalog, "acme-flash")
     assert "another wheel" in info["certificate_reason"]
