@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 _MAX_VALUE_CHARS = 64
+_MAX_LINE_CHARS = 2000
 
 
 def shorten(value: object) -> str:
@@ -71,7 +72,12 @@ def shorten(value: object) -> str:
 
 
 class RabbetError(Exception):
-    """Base of every error that Rabbet raises on purpose."""
+    """Base of every error that Rabbet raises on purpose. A line that is too long, for all that a user wrote, is cut."""
+
+    def __init__(self, message: str = "") -> None:
+        lines = message.split("\n") if len(message) > _MAX_LINE_CHARS else [message]
+        cut = [f"{line[:600]} ... {line[-300:]}" if len(line) > _MAX_LINE_CHARS else line for line in lines]
+        super().__init__("\n".join(cut))
 
 
 class ClientError(RabbetError, ValueError):

@@ -6,11 +6,13 @@ What is wrong is a ``ValueError`` whose message goes on from the name of the opt
 from __future__ import annotations
 
 import json
+import math
 import re
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-__all__ = ["json_with_sizes", "kinds_of", "parse_size", "parse_text", "scalar"]
+__all__ = ["check_plain", "json_with_sizes", "kinds_of", "parse_size", "parse_text", "scalar"]
 
 _SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgtKMGT])")
 _INTEGER = re.compile(r"-?\d+(?:(?:\.\d+)?[kmgtKMGT])?")
@@ -21,6 +23,8 @@ _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\w.])[+-]?\d+(?:\.\d+)?[k
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _MAX_SHOWN = 64
+_MAX_KEYS = 2000
+_MAX_DEPTH = 64
 
 
 def parse_size(text: str, *, words: tuple[str, ...] = ()) -> int:
@@ -89,6 +93,36 @@ def scalar(text: str) -> Any:
         if text.lstrip().startswith(("{", "[")):
             raise
         return text
+
+
+def check_plain(value: Any) -> None:
+    """Refuse what cannot be told to another process, or would take too long: an option goes through JSON and msgpack.
+
+    Raises:
+        ValueError: Naming the value and the limit.
+    """
+    num_keys = 0
+    waiting: list[tuple[Any, str, int]] = [(value, "is", 0)]
+    while waiting:
+        item, verb, depth = waiting.pop()
+        if isinstance(item, Mapping | list | tuple):
+            inner = [*item, *item.values()] if isinstance(item, Mapping) else item
+            num_keys += len(item) if isinstance(item, Mapping) else 0
+            if depth == _MAX_DEPTH or num_keys > _MAX_KEYS:
+                raise ValueError(f"holds too much: at most {_MAX_DEPTH} levels and {_MAX_KEYS} keys are taken")
+            waiting += [(inside, "holds", depth + 1) for inside in inner]
+        elif isinstance(item, str):
+            if re.search("[\0\ud800-\udfff]", item):
+                raise ValueError(f"{verb} {_shown(item)}, but text holds no NUL and no half characters (use UTF-8)")
+        elif isinstance(item, int):
+            if not -(1 << 63) <= item < 1 << 63:
+                shown = str(item) if item.bit_length() < 200 else f"an integer of {item.bit_length()} bits"
+                raise ValueError(f"{verb} {shown}, but must lie between -2^63 and 2^63 - 1")
+        elif isinstance(item, float):
+            if depth and not math.isfinite(item):
+                raise ValueError(f"{verb} {item}, but numbers must be finite")
+        elif depth and item is not None:
+            raise ValueError(f"holds a {type(item).__name__}; use text, numbers, true, false, lists and mappings")
 
 
 def kinds_of(annotation: Any) -> set[Any]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rabbet._util.files import read_text
+
 if TYPE_CHECKING:
     from rabbet.registry.catalog import Catalog
 
@@ -100,7 +102,7 @@ def _read_config(model: str, kind: str, query: Any) -> str | None:
     """Add what config.json says to the query; returns the name that it asks for, if it names one of this kind."""
     path = Path(model).expanduser() / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
         text = config.get("text_config") or config
         query.dtype = query.dtype or text.get("dtype") or text.get("torch_dtype") or ""
         if (heads := text.get("num_attention_heads")) and (size := text.get("hidden_size")):
@@ -109,7 +111,7 @@ def _read_config(model: str, kind: str, query: Any) -> str | None:
             "model": (config.get("architectures") or [None])[0],
             "quantization": (config.get("quantization_config") or {}).get("quant_method"),
         }
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise typer.BadParameter(f"--model {model}: {path} cannot be read: {error}") from error
     return names.get(kind)
 

@@ -10,6 +10,9 @@ from rabbet.errors import ConfigError, shorten
 
 __all__ = ["check_conflicts"]
 
+_CONTROLS = re.compile(r"[\0-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""Also what turns the direction of writing, ends lines or is not seen."""
+
 
 def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
     """Refuse what cannot work.
@@ -37,7 +40,7 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
     ):
         if given and not missing:
             raise ConfigError(f"TLS needs a certificate and its key: {option} is missing", field=option.strip("-"))
-    _check_texts(server)
+    _check_texts(engine, server)
     if any(not key for key in server.api_key):
         raise ConfigError("--api-key is empty; give a key or leave the option out", field="server.api_key")
     transfer = engine.kv_transfer
@@ -61,12 +64,14 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
         )
 
 
-def _check_texts(server: ServerConfig) -> None:
+def _check_texts(engine: EngineConfig, server: ServerConfig) -> None:
     """They go into lines of the log, headers and addresses."""
-    for field in dataclasses.fields(server):
-        value, option = getattr(server, field.name), f"--{field.name.replace('_', '-')}"
-        if field.name != "chat_template" and isinstance(value, str) and not value.isprintable():
-            raise ConfigError(f"{option} is {shorten(value)}, but must hold no control characters", field=field.name)
+    sections = (server, *filter(dataclasses.is_dataclass, vars(engine).values()))
+    for name, value in (item for section in sections for item in vars(section).items()):
+        for text in value if isinstance(value, list) else [value]:
+            if name not in ("chat_template", "api_key") and isinstance(text, str) and _CONTROLS.search(text):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is {shorten(text)}, but must hold no control characters", field=name)
     if re.search(r"[\s?#]", server.root_path):
         raise ConfigError(f"--root-path is {shorten(server.root_path)}, but must be a path of a URL", field="root_path")
 

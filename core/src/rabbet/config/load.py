@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from rabbet._util.text import json_with_sizes, kinds_of, parse_text, scalar
+from rabbet._util.files import read_text
+from rabbet._util.text import check_plain, json_with_sizes, kinds_of, parse_text, scalar
+from rabbet._util.yaml import parse_yaml
 from rabbet.config.check import check_conflicts
 from rabbet.config.flags import PREFIX, SHORT, Flag, fields, flags, sections, variable_of
 from rabbet.config.removed import NO_EFFECT, NOT_YET, REMOVED, REMOVED_VALUES
@@ -30,6 +31,8 @@ __all__ = ["engine_config_from_kwargs", "is_debug", "parse_configs"]
 logger = logging.getLogger(__name__)
 _NOT_OPTIONS = {"RABBET_TEST_VENV", "RABBET_VENV"}
 _TRUE = ("1", "true", "yes", "on")
+_MAY_BE_EMPTY = ("model.model", "server.root_path")
+_MAX_FILE_BYTES = 1 << 18  # what the parser reads in a few seconds
 
 
 def parse_configs(
@@ -47,8 +50,9 @@ def parse_configs(
     variables = os.environ if environment is None else environment
     from_flags, file = _from_flags(arguments)
     sources = [from_flags, _from_environment(variables)]
-    if file := file or variables.get("RABBET_CONFIG"):
-        sources.append(_from_file(Path(file)))
+    # An empty flag is a file that is not there; an empty variable is none.
+    if (file := variables.get("RABBET_CONFIG") or None if file is None else file) is not None:
+        sources.append(_from_file(file))
     return _build(merge(sources))
 
 
@@ -74,7 +78,7 @@ def is_debug(arguments: Sequence[str]) -> bool:
     return (wanted or [os.environ.get("RABBET_LOG_LEVEL", "")])[-1].casefold() == "debug"
 
 
-def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: bool = False) -> None:
+def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: bool = False, inside: str = "") -> None:
     """Set what ``name`` means: a field, a key inside a mapping, or each field of a section.
 
     Args:
@@ -83,6 +87,7 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
         value: Text is parsed for the field's type; anything else is taken as it is.
         spelling: What the user wrote, for messages.
         is_append: The value is one more item of a list.
+        inside: Where in ``spelling`` the value stood.
     """
     normal = name.replace("_", "-")
     if normal in NO_EFFECT:
@@ -96,17 +101,20 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
         raise RemovedOptionError(f"{spelling} {value} is gone: {instead}", field=flag.path)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if flag.path == "server.api_key" and isinstance(value, str) and not value.strip():
-        # --api-key "$KEY" without the variable would open the server to everybody.
-        raise ConfigError(f"{spelling} is empty; give a key or leave the option out", field=flag.path)
-    if isinstance(value, str):
-        is_inner = len(place) > len(flag.place)
-        try:
+    is_inner = len(place) > len(flag.place)
+    if isinstance(value, str) and not value.strip() and not is_inner and flag.path not in _MAY_BE_EMPTY:
+        # --api-key "$KEY" without the variable would open the server to everybody, --plugins-allow "$NAMES" to all plugins.
+        raise ConfigError(f"{spelling}{inside} is empty; give a value or leave the option out", field=flag.path)
+    try:
+        if isinstance(value, str):
             value = scalar(value) if is_inner else parse_text(value, flag.annotation)
-        except ValueError as error:
-            raise ConfigError(f"{spelling} {error}", field=flag.path) from None
+        elif isinstance(value, bool) and not is_inner and bool not in kinds_of(flag.annotation):
+            raise ValueError(f"is {str(value).lower()}, but is no switch; give a value, text in quotes")
+        check_plain(value)
+    except ValueError as error:
+        raise ConfigError(f"{spelling}{inside} {error}", field=flag.path) from None
     if is_append and not isinstance(value, list):
-        if len(place) == len(flag.place):
+        if not is_inner:
             raise ConfigError(f"{spelling}: {flag.path} is no list, so nothing can be appended", field=flag.path)
         value = [value]
     source.set(place, value, spelling, is_append=is_append)
@@ -122,7 +130,7 @@ def _assign_section(source: Source, name: str, value: Any, spelling: str) -> Non
     if not isinstance(document, Mapping):
         raise ConfigError(f"{spelling} must be a JSON object, not {shorten(value)}", field=_section(name))
     for key, item in document.items():
-        _assign(source, f"{name}.{key}", item, spelling)
+        _assign(source, f"{name}.{key}", item, spelling, inside=f".{key}")
 
 
 def _find(name: str, spelling: str) -> tuple[Place, Flag | None]:
@@ -193,7 +201,7 @@ def _from_flags(arguments: Sequence[str]) -> tuple[Source, str | None]:
                 raise ConfigError(
                     f"{token!r} stands alone; a list is written with commas, a value behind its flag{''.join(meant[:1])}"
                 )
-            source.set(("model", "model"), token, "MODEL")
+            _assign(source, "model", token, "MODEL")
             continue
         name, equals, value = token.partition("=")
         name, attached = _long(name)
@@ -273,29 +281,18 @@ def _from_environment(environment: Mapping[str, str]) -> Source:
     return source
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """The mapping."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _from_file(path: Path) -> Source:
+def _from_file(path: str) -> Source:
     source = Source()
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+        document = parse_yaml(read_text(path, limit=_MAX_FILE_BYTES))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}", field="config") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"--config {path} is no valid YAML: {error}", field="config") from error
-    if not isinstance(document, dict):
+    if not isinstance(document, dict | None):
         raise ConfigError(f"--config {path} must hold a mapping of options", field="config")
-    for key, value in document.items():
-        _assign(source, str(key), value, f"{path.name}: {key}")
+    for key, value in (document or {}).items():
+        _assign(source, str(key), value, f"{Path(path).name}: {key}")
     return source
 
 

@@ -128,6 +128,8 @@ class FrontBase:
             RabbetError: What the engine said went wrong.
         """
         found: list[Tokenizer | None] = []
+        # What is wrong in them without the model is said before it is loaded.
+        sampling_defaults(config.model, {})
         if config.model.tokenizer or config.model.skip_tokenizer_init:
             # It does not depend on the model: nothing needs to be started, or downloaded, for it.
             found.append(_read_tokenizer(config, None))

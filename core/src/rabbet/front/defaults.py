@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rabbet._util.files import read_text
 from rabbet.config.schema import ModelConfig
 from rabbet.errors import ConfigError
 from rabbet.types.sampling import SamplingParams
@@ -41,10 +42,10 @@ def sampling_defaults(config: ModelConfig, generation_config: Mapping[str, Any])
     else:
         path = Path(config.generation_config) / "generation_config.json"
         try:
-            source = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            source = dict(json.loads(read_text(path)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"--generation-config {config.generation_config}: {path} cannot be read ({error})",
+                f"--generation-config {config.generation_config}: {path} cannot be read as a JSON object ({error})",
                 field="model.generation_config",
             ) from error
     source |= config.override_generation_config

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from rabbet._util.files import read_text
 from rabbet.errors import ConfigError, InvalidRequestError, shorten
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_directory"]
@@ -252,8 +253,8 @@ def _settings(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no readable JSON file: {error}", field="model.tokenizer") from error
     return value if isinstance(value, dict) else {}
 
@@ -267,7 +268,10 @@ def _token_text(value: Any) -> str | None:
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return read_text(path, limit=1 << 20)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}", field="model.tokenizer") from error
     value = settings.get("chat_template")
     if isinstance(value, list):
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}

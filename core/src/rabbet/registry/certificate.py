@@ -16,6 +16,7 @@ from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from rabbet._util.files import read_text
 from rabbet.contracts.kinds import MANIFEST_GROUP
 from rabbet.contracts.registration import normalise_name
 from rabbet.registry.entry import Entry
@@ -225,7 +226,7 @@ def _read(path: Path) -> list[Certificate]:
     if not path.is_file():
         return []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         return [Certificate(source=path, problem=f"cannot be read: {error}")]
     return [_parse(document, path) for document in (content if isinstance(content, list) else [content])]

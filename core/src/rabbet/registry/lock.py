@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rabbet._util.files import read_text
 from rabbet.contracts.kinds import KINDS
 from rabbet.errors import PluginPolicyError
 from rabbet.registry.certificate import wheel_digest
@@ -57,10 +58,11 @@ def read_lock(path: Path) -> dict[str, Any]:
         PluginPolicyError: If it is not there, or none.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        document = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise PluginPolicyError(
-            f"the lock file {path} cannot be read ({error}); write one: rabbet plugins lock"
+            f"the lock file {path} cannot be read ({reason}); write one: rabbet plugins lock"
         ) from error
     if not isinstance(document, dict) or document.get("schema") != _SCHEMA:
         raise PluginPolicyError(

@@ -5,11 +5,13 @@ Other processes load the same file by path and check the same hash, so that what
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
 from pathlib import Path
 
+from rabbet._util.files import read_bytes
 from rabbet.errors import PluginLoadError
 from rabbet.registry.tamper import watch
 
@@ -22,9 +24,9 @@ MODULE_PREFIX = "rabbet_file_"
 def module_name(path: Path) -> str:
     """Name of the module that a file becomes: stem and content hash."""
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(read_bytes(path)).hexdigest()
     except OSError as error:
-        raise PluginLoadError(f"--plugin {path}: {error.strerror}") from error
+        raise PluginLoadError(f"--plugin {path} cannot be read: {error.strerror}") from error
     return f"{MODULE_PREFIX}{path.stem}_{digest[:16]}"
 
 
@@ -34,7 +36,8 @@ def stage_file(path: Path) -> str:
     Raises:
         PluginLoadError: If the file cannot be read or fails to import.
     """
-    path = path.expanduser().resolve()
+    with contextlib.suppress(RuntimeError, ValueError):  # no such user, links in a circle, NUL: reading it tells
+        path = path.expanduser().resolve()
     name = module_name(path)
     if name in sys.modules:
         return name

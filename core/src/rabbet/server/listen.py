@@ -8,6 +8,7 @@ import ssl
 import stat
 from pathlib import Path
 
+from rabbet._util.files import read_bytes
 from rabbet.config.schema import ServerConfig
 from rabbet.errors import ConfigError
 
@@ -72,7 +73,7 @@ def check_tls(server: ServerConfig) -> None:
         return
     try:
         for name in (server.ssl_certfile, server.ssl_keyfile or ""):
-            Path(name).read_bytes()
+            read_bytes(name, limit=1 << 20)
         # Without a password given, OpenSSL would ask for it on a terminal where nobody is.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password="")
     except (OSError, ValueError) as error:

@@ -12,7 +12,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from socket import socket
 
 import uvicorn
@@ -88,10 +87,9 @@ def _read_template(server: ServerConfig) -> None:
     if "{" not in template:
         source = f"--chat-template {template}"
         try:
-            server.chat_template = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise ConfigError(f"{source} cannot be read: {reason}", field="chat_template") from error
+            server.chat_template = read_text(template, limit=1 << 20)
+        except OSError as error:
+            raise ConfigError(f"{source} cannot be read: {error.strerror}", field="chat_template") from error
     try:
         check_template(server.chat_template or "")
     except InvalidRequestError as error:

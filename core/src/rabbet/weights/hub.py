@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rabbet._util.files import read_text
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
 from rabbet.errors import WeightsError, shorten
 
@@ -26,8 +27,6 @@ _WEIGHT_PATTERNS = ("*.safetensors",)
 # Folders hold other formats' copies of the weights, and so do consolidated files.
 _IGNORED_PATTERNS = ("*/*", "consolidated*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-_MAX_JSON_BYTES = 64 << 20
-_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def find_directory(model: str) -> Path | None:
@@ -130,9 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
         WeightsError: If it is too large, no JSON, or no object.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise WeightsError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB", file=str(path))
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}", file=str(path)) from error
     except (ValueError, RecursionError) as error:
@@ -144,11 +141,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_template(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise WeightsError(f"{path} is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB", file=str(path))
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WeightsError(f"{path} cannot be read as text", file=str(path)) from error
+        return read_text(path, limit=1 << 20)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}", file=str(path)) from error
 
 
 def read_model_files(directory: Path, weight_files: tuple[Path, ...], *, name: str) -> ModelFiles:
