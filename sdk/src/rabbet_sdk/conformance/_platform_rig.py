@@ -89,7 +89,7 @@ def run_ranks(plugin: str, directory: Path, size: int, dtypes: list[str]) -> lis
 def _state() -> dict[str, Any]:
     """What detection has no business to change."""
     return {
-        "the environment": dict(os.environ),
+        **{f"${key}": value for key, value in os.environ.items()},
         "the threads": sorted(thread.name for thread in threading.enumerate()),
         "the cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "signal handlers": [
@@ -110,7 +110,9 @@ def _look(plugin: type[Any], file: Path) -> None:
     except BaseException as error:  # noqa: BLE001 - a plugin may raise anything; told by the test
         facts["error"] = f"{type(error).__name__}: {error}"
     after = _state()
-    facts["changed"] = [f"{key}: {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+    facts["changed"] = [
+        f"{key}: {before.get(key)} -> {after.get(key)}" for key in before | after if before.get(key) != after.get(key)
+    ]
     facts["cuda"] = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
     file.write_text(json.dumps(facts))
 
