@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rabbet_sdk.check import check_plugin
-from rabbet_sdk.conformance import PlatformConformance
-from rabbet_sdk.mutants.platform import GRAPH_CLAIMS
+from rabbet_sdk.conformance import Claims, PlatformConformance
+from rabbet_sdk.conformance.platform import Live
+from rabbet_sdk.mutants.platform import RecordingPlatform
 from rabbet_sdk.oracles.layer_ops import gated, rms_norm, rotary
 
 
@@ -16,22 +17,16 @@ class TestStrict(PlatformConformance):
     plugin = "platform/strict"
 
 
-def test_graphs_that_faults_are_planted_in_are_right(fake_dist: Any) -> None:
+def test_graphs_that_faults_are_planted_in_are_right() -> None:
     """A mutant proves nothing where its healthy form fails too."""
-    manifest = (
-        'schema = 1\n[[provides]]\nkind = "platform"\nname = "recording"\ncontract = ">=1.0,<2"\n'
-        f"[provides.claims]\n{GRAPH_CLAIMS}\n"
-    )
-    module = (
-        "from rabbet.contracts import register_platform\nfrom rabbet_sdk.mutants.platform import RecordingPlatform\n"
-        "@register_platform('recording')\nclass Plugin(RecordingPlatform):\n    pass\n"
-    )
-    provides = {"platform/recording": "acme_recording.plugin:Plugin"}
-    fake_dist("acme-recording", provides=provides, manifest=manifest, modules={"plugin.py": module})
-    result = check_plugin("platform/recording", level=3)
-    # The module with the faults imports torch.
-    assert [name for name, _ in result.failures] == ["test_import_brings_no_torch"], result.failures
-    assert result.counts["passed"] > 40
+    suite, claims = PlatformConformance(), Claims({"features": ["graphs"]})
+    subject: Any = SimpleNamespace(plugin_class=RecordingPlatform)
+    live = Live(platform=RecordingPlatform(), device=torch.device("cpu"), claims=claims, generator=torch.Generator())
+    suite.test_a_replay_is_a_run(live)
+    suite.test_what_cannot_be_captured_is_refused(live)
+    threads = torch.get_num_threads()
+    suite.test_sessions_take_turns(live, subject)
+    torch.set_num_threads(threads)
 
 
 def test_norm_by_hand() -> None:

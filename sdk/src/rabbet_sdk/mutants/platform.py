@@ -18,9 +18,9 @@ from rabbet.contracts.platform import CaptureError, GraphSession, SupportsGraphs
 from rabbet_sdk.mutants.base import Mutant, planter
 from rabbet_sdk.strict.platform import StrictPlatform, _Ops
 
-__all__ = ["GRAPH_CLAIMS", "MUTANTS", "RecordingPlatform"]
+__all__ = ["MUTANTS", "RecordingPlatform"]
 
-GRAPH_CLAIMS = 'dtype = ["auto", "float32", "bfloat16"]\nfeatures = ["layer_ops", "ranks", "graphs"]'
+_CLAIMS = 'dtype = ["auto", "float32", "bfloat16"]\nfeatures = ["layer_ops", "ranks", "graphs"]'
 """Claims of ``RecordingPlatform``."""
 
 
@@ -199,10 +199,10 @@ MUTANTS = (
         rms_norm=lambda self, x, weight, eps: _Ops.rms_norm(self, x, weight, eps) + 0 * x.sum())),
     _twin("unknown_collectives", "collectives_are_exact", "a backend that this torch was built without",
           collective_backend=lambda self: "vendor_ccl"),
-    _graphs("outputs_elsewhere", _REPLAY, "a replay computes into other memory", claims=GRAPH_CLAIMS, session=_NewOutputs),
-    _graphs("latest_session", "sessions_take_turns", "one session for all sizes", claims=GRAPH_CLAIMS, capture=_latest),
+    _graphs("outputs_elsewhere", _REPLAY, "a replay computes into other memory", claims=_CLAIMS, session=_NewOutputs),
+    _graphs("latest_session", "sessions_take_turns", "one session for all sizes", claims=_CLAIMS, capture=_latest),
     _graphs("captures_anything", "what_cannot_be_captured_is_refused", "a value read once stays for ever",
-            claims=GRAPH_CLAIMS, capture=_any_work),
+            claims=_CLAIMS, capture=_any_work),
     _graphs("graphs_unclaimed", _REPLAY, "an ability that the manifest hides"),
     Mutant(
         name="torch_at_import", caught_by="test_import_brings_no_torch", story="vllm-plugin-FL#215: the start waits for torch",
