@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,23 @@ def test_steps_without_graphs_change_nothing(
     model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     assert_same(run(model_dir, prompts, enforce_eager=True), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 3, "max_num_batched_tokens": 32}, {"enforce_eager": True}])
+def test_steps_launched_ahead_change_nothing(
+    options: dict[str, Any], model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Sampled ids that the host does not know yet feed the next step; every fourth request makes the host wait."""
+    device = {"device": "ahead", "plugin": [str(Path(__file__).parent / "ahead_platform.py")]}
+    # Only kernels that its own author would name know such a device.
+    backends = {"attention_backend": "cpu", "linear_backend": "cpu"}
+    random = SamplingParams(temperature=0.9, seed=4, max_tokens=24)
+    params = [GREEDY, replace(GREEDY, logprobs=1), random, replace(random, top_k=9)]
+    with LLM(str(model_dir), **COMMON, **device, **backends, **options) as llm:
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = llm.generate(inputs, [params[i % 4] for i in range(len(inputs))], use_tqdm=False)
+        again = llm.generate(inputs[2:4], [params[2], params[3]], use_tqdm=False)
+    got = [list(output.outputs[0].token_ids) for output in outputs]
+    for kind in (0, 1):
+        assert_same(got[kind::4], expected[kind::4])
+    assert [list(output.outputs[0].token_ids) for output in again] == got[2:4], "company changed a draw"

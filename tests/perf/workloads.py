@@ -1,4 +1,4 @@
-"""The CPU workloads: prompts of random token ids and fixed output lengths, the same for every engine that is compared.
+"""The workloads: prompts of random token ids and fixed output lengths, the same for every engine that is compared.
 
 Needs nothing but the standard library, since it is also imported where only another engine is installed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["GPU_WORKLOADS", "WORKLOADS", "Workload"]
 
 _NUM_HIGH_IDS = 300
 """The highest ids are left out: they are control tokens in many vocabularies."""
@@ -60,5 +60,23 @@ WORKLOADS = {
         Workload("prefill_2000", 10, 1, (2000, 2000), (1, 1)),
         Workload("prefix_32x768", 11, 32, (32, 32), (16, 16), prefix_len=768),
         Workload("mixed_64", 7, 64, (64, 512), (32, 128)),
+    )
+}
+
+
+GPU_WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("nano_256", 0, 256, (100, 1024), (100, 1024)),
+        Workload("single_1024_1", 1, 1, (1024, 1024), (1, 1)),
+        Workload("single_1024_256", 1, 1, (1024, 1024), (256, 256)),
+        Workload("batch32_1", 2, 32, (128, 128), (1, 1)),
+        Workload("batch32_decode", 2, 32, (128, 128), (256, 256)),
+        Workload("mixed_512", 3, 512, (64, 1024), (64, 512)),
+        Workload("batch256_decode", 5, 256, (128, 128), (128, 128)),
+        Workload("prefill_64x4096", 4, 64, (4096, 4096), (1, 1)),
+        Workload("prefix_256x2048", 6, 256, (32, 32), (32, 32), prefix_len=2048),
+        Workload("long_8x30000", 12, 8, (30000, 30000), (256, 256)),
+        Workload("long_8x30000_1", 12, 8, (30000, 30000), (1, 1)),
     )
 }

@@ -13,8 +13,8 @@ import torch
 from rabbet.config.schema import CompilationConfig
 from rabbet.contracts.attention import GraphSupport
 from rabbet.contracts.batch import AttentionBatch
-from rabbet.contracts.platform import CaptureError, GraphSession, SupportsGraphs
-from rabbet.runner.graphs import DecodeGraphs, decode_graphs
+from rabbet.contracts.platform import CaptureError, GraphSession, SupportsAsyncSteps, SupportsGraphs
+from rabbet.runner.graphs import DecodeGraphs, capture_sizes
 from rabbet.runner.inputs import build_inputs
 from rabbet.runner.slots import Slots
 from rabbet.types.plan import NewRequest, RunningRequest, StepPlan
@@ -151,7 +151,7 @@ def test_what_cannot_be_captured_is_tried_once(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("aten.item cannot be replayed") == 1
 
 
-def made(**changes: Any) -> DecodeGraphs | None:
+def sizes(**changes: Any) -> frozenset[int]:
     values: dict[str, Any] = {
         "enforce_eager": False, "compilation": CompilationConfig(), "level": 2, "world_size": 1,
         "support": GraphSupport.DECODE, "platform": GraphPlatform(),
@@ -166,9 +166,8 @@ def made(**changes: Any) -> DecodeGraphs | None:
         max_num_seqs=4,
         max_model_len=MAX_LEN,
     )
-    batch = Batch()
     backends: Any = [Backend(), Backend(values["support"])]
-    return decode_graphs(resolved, values["platform"], backends, batch.slots, batch.compute)  # type: ignore[arg-type]
+    return capture_sizes(resolved, values["platform"], backends)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def made(**changes: Any) -> DecodeGraphs | None:
     ],
 )
 def test_there_are_no_graphs_where_one_part_does_not_want_them(changes: dict[str, Any]) -> None:
-    assert made(**changes) is None
+    assert not sizes(**changes)
 
 
 def test_sizes_are_those_that_were_asked_for_up_to_the_largest_batch() -> None:
@@ -193,5 +192,17 @@ def test_sizes_are_those_that_were_asked_for_up_to_the_largest_batch() -> None:
         (CompilationConfig(max_cudagraph_capture_size=2), {1, 2}),
         (CompilationConfig(cudagraph_capture_sizes=[1, 4, 8]), {1, 4}),
     ):
-        graphs = made(compilation=compilation)
-        assert graphs is not None and graphs.sizes == expected
+        assert sizes(compilation=compilation) == expected
+
+
+class AheadPlatform(GraphPlatform, SupportsAsyncSteps):
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+    def draw(self, logits_BV: torch.Tensor, batch: Any) -> torch.Tensor:
+        return logits_BV.argmax(-1)
+
+
+def test_where_steps_run_ahead_few_sizes_stand_for_all() -> None:
+    assert sizes(platform=AheadPlatform()) == {1, 2, 4}
+    assert sizes(platform=AheadPlatform(), compilation=CompilationConfig(max_cudagraph_capture_size=3)) == {1, 2, 3}

@@ -156,3 +156,20 @@ def test_calls_of_other_threads_are_not_recorded() -> None:
     session.replay()
     assert (results[0] == 5).all()
     assert torch.equal(results[1], LINEAR.apply(inside, packed))
+
+
+def test_conversions_that_may_copy_are_done_again() -> None:
+    """In inference mode ``to``, ``reshape`` and ``contiguous`` arrive whole, as views; what they copy is no view."""
+    x = torch.zeros(2, 3, dtype=torch.int64)
+    out: list[torch.Tensor] = []
+
+    def work() -> None:
+        out.append(x.double() + x.t().reshape(2, 3) + x.view(3, 2).t().contiguous().view(2, 3) + x.to(torch.int64))
+
+    with torch.inference_mode():
+        session = capture(work, Arena())
+        x.copy_(torch.arange(6).view(2, 3))
+        session.replay()
+        got = out[0].clone()
+        work()
+    assert torch.equal(got, out[1])

@@ -93,7 +93,7 @@ def _few(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | Non
         )
     else:
         tile = max(16, triton.next_power_of_2(rows))
-        block, width, warps, stages = _few_shape(outputs, size, is_gated=is_gated)
+        block, width, warps, stages = _few_shape(outputs, is_gated=is_gated)
         few_kernel[(triton.cdiv(outputs, block), 1)](
             flat, weight_OI, bias, out, rows, outputs, flat.stride(0), size, tile, block, width, **shared,
             num_warps=warps, num_stages=stages,
@@ -108,7 +108,7 @@ def _one_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, 
     return (block // 2 if is_gated else block), width, 4
 
 
-def _few_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, int, int]:
+def _few_shape(outputs: int, *, is_gated: bool) -> tuple[int, int, int, int]:
     """Outputs and inputs of a tile, warps and stages."""
     block = 16 if outputs < 8192 or is_gated else 32
     return block, 128, 4, 4

@@ -69,8 +69,10 @@ def _turn(
         inverse = tl.rsqrt(squares / D + eps)[:, None]
         # Rounded as if the norm were a step of its own.
         kind = base.dtype.element_ty
-        first = (first * inverse * tl.load(weight + at_first, pairs < HALF, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
-        second = (second * inverse * tl.load(weight + at_second, pairs < HALF, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        first_scale = tl.load(weight + at_first, pairs < HALF, other=0.0).to(tl.float32)
+        second_scale = tl.load(weight + at_second, pairs < HALF, other=0.0).to(tl.float32)
+        first = (first * inverse * first_scale[None, :]).to(kind).to(tl.float32)
+        second = (second * inverse * second_scale[None, :]).to(kind).to(tl.float32)
         if REST > 0:
             rest = rest * inverse * tl.load(weight + others, others < D, other=0.0).to(tl.float32)[None, :]
             tl.store(start + others[None, :], rest.to(kind), is_other)

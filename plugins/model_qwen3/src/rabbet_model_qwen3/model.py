@@ -78,8 +78,10 @@ class QwenAttention(nn.Module):
         heads = self.qkv_proj.heads
         self.num_heads, self.num_kv_heads = heads.num_heads, heads.num_kv_heads
         self.rope = rope
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, context=context) if has_head_norms else None
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, context=context) if has_head_norms else None
+        self.has_head_norms = has_head_norms
+        if has_head_norms:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, context=context)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, context=context)
         self.attn = Attention(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -95,9 +97,8 @@ class QwenAttention(nn.Module):
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = self.qkv_proj(x_TN).view(x_TN.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
         q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = self.rope(positions, q_THD, k_TKD)
+        norms = (self.q_norm, self.k_norm) if self.has_head_norms else None
+        q_THD, k_TKD = self.rope(positions, q_THD, k_TKD, norms)
         return self.o_proj(self.attn(q_THD, k_TKD, v_TKD))  # type: ignore[no-any-return]
 
 
