@@ -98,6 +98,37 @@ def certify(
 
 
 @app.command()
+def compose(
+    plugins: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND/NAME]...", help="Of their kinds only these; all by default")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Run installed plugins together, each pair of two kinds at least once, and compare tokens. Exit code 1 if one fails."""
+    from rabbet_sdk.compose import axes_of
+    from rabbet_sdk.compose import compose as run
+
+    found = run(axes_of(plugins or ()))
+    failed = [row for row in found["runs"] if row["outcome"] == "failed"]
+    if as_json:
+        _print(found)
+    else:
+        for row in found["runs"]:
+            typer.echo(f"{row['outcome']}: {', '.join(f'{kind}/{name}' for kind, name in row['composition'].items())}")
+            if row["detail"]:
+                typer.echo(f"  {row['detail']}\n  not without: {' and '.join(row['culprits']) or 'each of them'}")
+        for row in found["refused"]:
+            typer.echo(f"refused: {' with '.join(row['names'])}: {row['reason']}")
+        pairs = found["pairs"]
+        typer.echo(
+            f"{len(found['runs']) - len(failed)} pass, {len(failed)} fail; {pairs['covered']} of {pairs['all']} pairs ran, "
+            f"{pairs['refused']} are refused"
+        )
+    if failed or not found["runs"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def mutants(
     kinds: Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help="These kinds only")] = None,
     as_json: _Json = False,
