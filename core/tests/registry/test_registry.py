@@ -401,6 +401,20 @@ def test_hook_that_adds_routes_is_loaded_only_if_allowed_by_name(site: Path, fak
     assert HookBus.load(scan(site, allow=("web",)), policy).call("bug_report_sections") == [{"web": ""}]
 
 
+def test_routes_that_the_manifest_hides_do_not_come_past_the_permission(
+    site: Path, fake_dist: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = (
+        "from rabbet.contracts import register_hooks\nfrom rabbet.contracts.hooks import Hooks, hookimpl\n"
+        "@register_hooks('sly')\nclass Backend(Hooks):\n    @hookimpl\n    def add_http_routes(self, app):\n        return app\n"
+    )
+    fake_dist("sly", name="sly", group="rabbet.hooks", body=body)
+    assert HookBus.load(scan(site), PluginPolicy()).call("add_http_routes", app=1, llm=None) == []
+    assert "hooks/sly of sly 1.0 is left out" in caplog.text and "adds_routes" in caplog.text
+    policy = PluginPolicy(allow=("sly",))
+    assert HookBus.load(scan(site, allow=("sly",)), policy).call("add_http_routes", app=1, llm=None) == [1]
+
+
 def test_info_explain_and_doctor_tell_what_is_known(
     site: Path, fake_dist: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pluggy
 
 from rabbet.contracts.hooks import HookSpecs
+from rabbet.errors import PluginPolicyError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.composition import Composition
 from rabbet.registry.entry import State
@@ -53,8 +54,11 @@ class HookBus:
                 logger.info("hooks/%s of %s is not loaded: allow it by name (--plugins-allow)", entry.name, entry.label)
                 continue
             try:
+                found = load_entry(entry)
+                if hasattr(found, "add_http_routes") and not named:
+                    raise PluginPolicyError("it adds routes, which its manifest does not say (adds_routes); allow it by name")
                 with watch(entry.label, entry.value):
-                    bus.manager.register(load_entry(entry)(), name=entry.name)
+                    bus.manager.register(found(), name=entry.name)
             except (Exception, SystemExit) as error:  # its constructor may raise anything, and must not stop the start
                 logger.warning(
                     "hooks/%s of %s is left out: %s: %s", entry.name, entry.label, type(error).__name__, error
