@@ -150,6 +150,7 @@ def _manifest(names: Names) -> str:
         f'contract = "{table["contract"]}"',
         f"roles = {json.dumps(table.get('roles', ['worker']))}",
         "priority = 10",
+        *(["adds_routes = true"] if table.get("adds_routes") else []),
     ]
     if table.get("claims"):
         rows += ["# Promises: each is tested, and what is not promised has to be refused.", "[provides.claims]"]

@@ -84,7 +84,8 @@ def _manifest(kind: str, mutant: Mutant) -> str:
         claims = "\n".join(f"{key} = {json.dumps(value)}" for key, value in table.get("claims", {}).items())
     return (
         f'schema = 1\n\n[[provides]]\nkind = "{kind}"\nname = "{mutant.name}"\n'
-        f'contract = "{table["contract"]}"\nroles = {roles}\npriority = 10\n[provides.claims]\n{claims}\n'
+        f'contract = "{table["contract"]}"\nroles = {roles}\npriority = 10\n'
+        f"adds_routes = {json.dumps(table.get('adds_routes', False))}\n[provides.claims]\n{claims}\n"
     )
 
 
