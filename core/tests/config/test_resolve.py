@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from rabbet.config import engine_config_from_kwargs
 from rabbet.config.resolve import resolve
-from rabbet.config.resolved import resolved_from_bytes, resolved_to_bytes
+from rabbet.config.resolved import load_hf_config, resolved_from_bytes, resolved_to_bytes
 from rabbet.errors import ConfigError, PluginPolicyError, PluginRefusedError, UnknownPluginError, WeightsError
 from rabbet.weights.dummy import DummyFormat
 
@@ -143,7 +144,7 @@ def test_weights_format_that_fails_is_passed_over_by_auto_with_one_warning(
     warnings = [record.getMessage() for record in records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "weights/dummy" in warnings[0] and "libmissing.so.1" in warnings[0]
     with pytest.raises(PluginPolicyError, match="weights/dummy.*--plugins-strict"):
-        run(tmp_path, load_format="auto", plugins_strict=True)
+        run(tmp_path, load_format="auto", plugins_strict=True, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -175,3 +176,58 @@ def test_a_mistyped_short_name_is_recognised(
         resolve(config, is_server=True)
     text = str(caught.value)
     assert text.endswith(hint) and name in text and ("did you mean" in text) == bool(hint)
+
+
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "num_experts", "eos_token_id")  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["x", [[1]], {"a": 1}, 1.5, 1e30, -5, True, 1 << 40, "4"], ids=str)
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_size_of_config_json_is_an_integer_in_its_range(tmp_path: Path, key: str, value: Any) -> None:
+    shown = value[0] if isinstance(value, list) and key == "eos_token_id" else value
+    message = (
+        rf"^config.json: {key} is {re.escape(repr(shown))}, but must be an integer from (-1|0|1) to \d+; --hf-overrides"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, changes={key: value})
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, hf_overrides={key: value})
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_what_a_model_cannot_be_without_is_not_zero(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json: {key} is 0, but must be an integer from 1"):
+        run(tmp_path, changes={key: 0})
+
+
+def test_so_many_layers_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000, but must be an integer from 1 to 10000"):
+        run(tmp_path, changes={"num_hidden_layers": 10**6})
+
+
+@pytest.mark.parametrize("value", [3, "x", [1], True], ids=str)
+def test_a_text_config_is_an_object(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ConfigError, match="config.json: text_config is .*, but must be an object"):
+        run(tmp_path, changes={"text_config": value})
+
+
+def test_no_end_token_may_be_written_in_several_ways(tmp_path: Path) -> None:
+    for value in (None, -1, [], [-1]):
+        assert run(tmp_path, changes={"eos_token_id": value}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rms_norm_eps": "x"}, {"intermediate_size": "x"}, {"layer_types": 3}, {"layer_types": ["x"]}, {"dtype": "nope"}, {"rope_parameters": []}],
+    ids=str,
+)  # fmt: skip
+def test_what_the_library_refuses_of_config_json_is_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    files = run(tmp_path).files
+    with pytest.raises(ConfigError, match="^config.json, with --hf-overrides over it, is wrong: ") as caught:
+        load_hf_config(files, changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_type_that_the_library_does_not_know_is_taken_as_it_is(tmp_path: Path) -> None:
+    config = load_hf_config(run(tmp_path).files, {"model_type": "mystery", "depth": 3})
+    assert (config.model_type, config.depth, config.hidden_size) == ("mystery", 3, 64)

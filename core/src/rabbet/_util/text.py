@@ -102,27 +102,33 @@ def check_plain(value: Any) -> None:
         ValueError: Naming the value and the limit.
     """
     num_keys = 0
-    waiting: list[tuple[Any, str, int]] = [(value, "is", 0)]
+    waiting: list[tuple[Any, str, int]] = [(value, "", 0)]
     while waiting:
-        item, verb, depth = waiting.pop()
+        item, where, depth = waiting.pop()
+        verb = "holds" if depth else "is"
         if isinstance(item, Mapping | list | tuple):
-            inner = [*item, *item.values()] if isinstance(item, Mapping) else item
+            pairs = item.items() if isinstance(item, Mapping) else [(None, inner) for inner in item]
             num_keys += len(item) if isinstance(item, Mapping) else 0
             if depth == _MAX_DEPTH or num_keys > _MAX_KEYS:
                 raise ValueError(f"holds too much: at most {_MAX_DEPTH} levels and {_MAX_KEYS} keys are taken")
-            waiting += [(inside, "holds", depth + 1) for inside in inner]
+            for key, inner in pairs:
+                named = where if key is None else f" under {_shown(str(key))}"
+                waiting += [(str(key), "", depth + 1), (inner, named, depth + 1)]
         elif isinstance(item, str):
             if re.search("[\0\ud800-\udfff]", item):
-                raise ValueError(f"{verb} {_shown(item)}, but text holds no NUL and no half characters (use UTF-8)")
+                raise ValueError(
+                    f"{verb} {_shown(item)}{where}, but text holds no NUL and no half characters (use UTF-8)"
+                )
         elif isinstance(item, int):
             if not -(1 << 63) <= item < 1 << 63:
                 shown = str(item) if item.bit_length() < 200 else f"an integer of {item.bit_length()} bits"
-                raise ValueError(f"{verb} {shown}, but must lie between -2^63 and 2^63 - 1")
+                raise ValueError(f"{verb} {shown}{where}, but must lie between -2^63 and 2^63 - 1")
         elif isinstance(item, float):
             if depth and not math.isfinite(item):
-                raise ValueError(f"{verb} {item}, but numbers must be finite")
+                raise ValueError(f"{verb} {item}{where}, but numbers must be finite")
         elif depth and item is not None:
-            raise ValueError(f"holds a {type(item).__name__}; use text, numbers, true, false, lists and mappings")
+            told = "use text, numbers, true, false, lists and mappings"
+            raise ValueError(f"holds a {type(item).__name__}{where}; {told}")
 
 
 def kinds_of(annotation: Any) -> set[Any]:

@@ -28,8 +28,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """An alias may stand in itself, or for a billion values."""
         if self.check_event(yaml.AliasEvent):
-            told = f"*{self.peek_event().anchor}: aliases are not taken, write the value out"
-            raise yaml.composer.ComposerError(None, None, told, self.peek_event().start_mark)
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            told = f"*{event.anchor}: aliases are not taken, write the value out"
+            raise yaml.composer.ComposerError(None, None, told, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -10,11 +10,12 @@ from rabbet.config.schema import EngineConfig
 from rabbet.contracts.platform import BatchDefaults
 from rabbet.errors import ConfigError, shorten
 
-__all__ = ["Budgets", "derived_max_model_len", "resolve_budgets"]
+__all__ = ["Budgets", "count", "derived_max_model_len", "resolve_budgets"]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _UNKNOWN_LENGTH = 2048
 _MAX_LENGTH = 1 << 40
+_MAX_COUNT = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,27 @@ def _number(values: Mapping[str, Any], key: str) -> float:
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_LENGTH:
         raise ConfigError(f"config.json: {key} is {shorten(value)}, but must be a positive number", field="model")
+    return value
+
+
+def count(
+    values: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = _MAX_COUNT
+) -> int:
+    """The integer under the first of ``keys`` that config.json has; ``default`` if it has none of them.
+
+    Raises:
+        ConfigError: If it is something else, lies outside ``least`` to ``most``, or is missing and has no default.
+    """
+    key = next((key for key in keys if values.get(key) is not None), None)
+    if key is None and default is not None:
+        return default
+    value = values.get(key or keys[0])
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(
+            f"config.json: {key or keys[0]} is {shorten(value)}, but must be an integer from {least} to {most}; "
+            "--hf-overrides lays another value over it",
+            field="model",
+        )
     return value
 
 

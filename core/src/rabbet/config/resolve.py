@@ -6,14 +6,16 @@ scheduler -> budgets. Each query knows the decisions before it, so conflicts sur
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rabbet.config.flags import fields
-from rabbet.config.limits import Budgets, resolve_budgets
+from rabbet.config.limits import count, resolve_budgets
 from rabbet.config.plugin_options import check_plugin_options
 from rabbet.config.policy import policy_of
 from rabbet.config.resolved import ResolvedConfig
@@ -24,12 +26,12 @@ from rabbet.contracts.executor import ExecutorQuery
 from rabbet.contracts.kv_cache_dtype import KVDtypeQuery
 from rabbet.contracts.linear import LinearQuery, MoEQuery
 from rabbet.contracts.model import ModelQuery
-from rabbet.contracts.platform import DeviceInfo, Platform, PlatformQuery, SupportsGraphs
+from rabbet.contracts.platform import BatchDefaults, DeviceInfo, Platform, PlatformQuery, SupportsGraphs
 from rabbet.contracts.quantization import QuantizationQuery
 from rabbet.contracts.weights import ModelFiles, ResolveQuery, WeightFormat
-from rabbet.errors import ConfigError, PluginLoadError, PluginPolicyError, UnknownPluginError, WeightsError
+from rabbet.errors import ConfigError, PluginLoadError, PluginPolicyError, UnknownPluginError, WeightsError, shorten
 from rabbet.registry import Catalog, Composition, Decision, compose, select
-from rabbet.registry.loader import ask
+from rabbet.registry.loader import ask, call
 from rabbet.registry.names import nearest
 from rabbet.registry.select import pass_over
 
@@ -66,6 +68,11 @@ class _Resolver:
         self.decisions.append(decision)
         return self.load(decision)
 
+    def call(self, kind: str, target: type[Any], method: str, *arguments: Any, **more: Any) -> Any:
+        """Call a class method of what was chosen; see ``registry.loader.call``."""
+        decision = next(item for item in reversed(self.decisions) if item.kind == kind)
+        return call(decision, method, getattr(target, method), *arguments, **more)
+
     def load(self, decision: Decision) -> type[Any]:
         """The class that a decision names."""
         return compose((decision,)).load(decision.kind, decision.scope)
@@ -94,14 +101,16 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
     files = _files(resolver)
     hf = {**files.config, **config.model.hf_overrides}
     hf_text = hf.get("text_config") or hf
-    architecture = _model(resolver, hf)
-    dtype = _dtype(config, hf_text, platform)
-    quantization = _quantization(resolver, hf, platform, device, dtype)
+    if not isinstance(hf_text, Mapping):
+        raise ConfigError(f"config.json: text_config is {shorten(hf_text)}, but must be an object", field="model")
     heads = _heads(hf_text, parallel.tensor_parallel_size)
+    architecture = _model(resolver, hf)
+    dtype = _dtype(resolver, hf_text, platform)
+    quantization = _quantization(resolver, hf, platform, device, dtype)
     kv_dtype = _kv_dtype(resolver, dtype, platform, device, heads)
     query = _attention_query(config, hf_text, (dtype, kv_dtype), (platform, device), heads)
     attention = resolver.choose("attention", config.attention.backend, query, asked_by="--attention-backend")
-    block_size = _block_size(config, attention)
+    block_size = _block_size(resolver, attention)
     num_experts = _kernels(resolver, hf_text, (platform, device), dtype, quantization)
     resolver.choose(
         "executor",
@@ -111,7 +120,8 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
     )
     resolver.choose("scheduler", config.scheduler.scheduling_policy, asked_by="--scheduling-policy")
     _logits_processors(resolver)
-    defaults = platform.batch_defaults(is_server=is_server, world_size=world_size)
+    named = {"is_server": is_server, "world_size": world_size}
+    defaults = resolver.call("platform", platform, "batch_defaults", returns=BatchDefaults, **named)
     budgets = resolve_budgets(config, hf_text, defaults)
     composition = compose(tuple(resolver.decisions)).settled(is_strict=config.plugins.strict)
     _log(composition)
@@ -122,11 +132,11 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
         block_size=block_size,
-        **_budget_fields(budgets),
-        memory_fraction=_first(config.cache.gpu_memory_utilization, defaults.memory_fraction),
+        **dataclasses.asdict(budgets),
+        memory_fraction=config.cache.gpu_memory_utilization or defaults.memory_fraction,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
         max_kv_cache_bytes=defaults.max_kv_cache_bytes,
-        vocab_size=int(hf_text["vocab_size"]),
+        vocab_size=count(hf_text, "vocab_size"),
         eos_token_ids=_eos_token_ids(files, hf_text),
         world_size=world_size,
         arch=device.arch,
@@ -184,22 +194,6 @@ def _say_what_changes_nothing(config: EngineConfig, platform: type[Platform]) ->
         logger.warning("some of --compilation-config and -O changes nothing here: the platform does not do it")
 
 
-def _budget_fields(budgets: Budgets) -> dict[str, Any]:
-    return {
-        "max_model_len": budgets.max_model_len,
-        "is_max_model_len_auto": budgets.is_max_model_len_auto,
-        "max_num_batched_tokens": budgets.max_num_batched_tokens,
-        "max_num_seqs": budgets.max_num_seqs,
-        "is_chunked_prefill": budgets.is_chunked_prefill,
-        "is_async": budgets.is_async,
-        "notes": budgets.notes,
-    }
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
-
-
 def _platform(resolver: _Resolver, world_size: int) -> tuple[type[Platform], DeviceInfo]:
     config = resolver.config
     query = PlatformQuery(
@@ -208,10 +202,10 @@ def _platform(resolver: _Resolver, world_size: int) -> tuple[type[Platform], Dev
         device_ids=tuple(str(item) for item in config.parallel.device_ids or ()),
     )
     platform = resolver.choose("platform", config.device.device, query, asked_by="--device")
-    devices = platform.detect()
+    devices = resolver.call("platform", platform, "detect", returns=tuple | list, of=DeviceInfo)
     if not devices:
         raise ConfigError(f"--device {resolver.decisions[-1].name}: no such device on this machine", field="device")
-    resolver.preferences = platform.preferences
+    resolver.preferences = partial(resolver.call, "platform", platform, "preferences", returns=tuple | list, of=str)
     return platform, devices[0]
 
 
@@ -258,12 +252,12 @@ def _found(resolver: _Resolver, query: ResolveQuery, name: str) -> ModelFiles:
 
 def _read(resolver: _Resolver, query: ResolveQuery, weight_format: type[WeightFormat]) -> ModelFiles:
     """The model on disk; plugins that its config.json needs are looked for before any weights are fetched or read."""
-    config = weight_format.peek(query)
+    config = resolver.call("weights", weight_format, "peek", query, returns=Mapping | None)
     if config is not None and config.get("architectures"):
         hf = {**config, **resolver.config.model.hf_overrides}
         resolver.catalog.find("model", _architecture(resolver, hf)[0])
         _quantization_name(resolver, hf)
-    return weight_format.resolve(query)
+    return resolver.call("weights", weight_format, "resolve", query, returns=ModelFiles)  # type: ignore[no-any-return]
 
 
 def _model(resolver: _Resolver, hf: Mapping[str, Any]) -> str:
@@ -296,12 +290,13 @@ def _architecture(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str, str]
     return (wanted or architectures)[0], architectures[0]
 
 
-def _dtype(config: EngineConfig, hf: Mapping[str, Any], platform: type[Platform]) -> str:
-    asked = _DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
+def _dtype(resolver: _Resolver, hf: Mapping[str, Any], platform: type[Platform]) -> str:
+    asked = _DTYPE_ALIASES.get(resolver.config.model.dtype, resolver.config.model.dtype)
     if asked != "auto":
         return asked
     stored = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    return platform.default_dtype(stored if stored in PLAIN_DTYPES else "float32")
+    stored = stored if stored in PLAIN_DTYPES else "float32"
+    return str(resolver.call("platform", platform, "default_dtype", stored, returns=str))
 
 
 def _quantization_name(resolver: _Resolver, hf: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -353,9 +348,11 @@ class _Heads:
 
 
 def _heads(hf: Mapping[str, Any], tensor_parallel_size: int) -> _Heads:
-    num_heads = int(_first(hf.get("num_attention_heads"), hf.get("n_head"), 1))
-    num_kv_heads = int(hf.get("num_key_value_heads") or num_heads)
-    hidden = int(_first(hf.get("hidden_size"), hf.get("n_embd"), num_heads))
+    num_heads = count(hf, "num_attention_heads", "n_head", default=1)
+    num_kv_heads = count(hf, "num_key_value_heads", default=0, least=0) or num_heads
+    hidden = count(hf, "hidden_size", "n_embd", default=num_heads)
+    # Layers are made one by one: more than these would be made for hours.
+    count(hf, "num_hidden_layers", "n_layer", default=1, most=10_000)
     return _Heads(
         # An uneven split is padded with heads of zeros, so each rank has the same shape.
         num_heads=(
@@ -364,7 +361,7 @@ def _heads(hf: Mapping[str, Any], tensor_parallel_size: int) -> _Heads:
             else -(-num_heads // tensor_parallel_size)
         ),
         num_kv_heads=-(-num_kv_heads // tensor_parallel_size),
-        head_dim=int(hf.get("head_dim") or hidden // num_heads),
+        head_dim=count(hf, "head_dim", default=0, least=0) or hidden // num_heads,
     )
 
 
@@ -399,7 +396,7 @@ def _attention_query(
 ) -> AttentionQuery:
     """The most demanding layer's query: a backend that has windows also has full attention."""
     platform, device = hardware
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
+    window = count(hf, "sliding_window", default=0, least=-1) if hf.get("use_sliding_window", True) else 0
     return AttentionQuery(
         device_type=platform.device_type,
         arch=device.arch,
@@ -410,14 +407,14 @@ def _attention_query(
         head_dim=heads.head_dim,
         head_dim_v=heads.head_dim,
         block_size=config.cache.block_size or 16,
-        window=int(window) if window else None,
+        window=window if window > 0 else None,
         has_soft_cap=bool(hf.get("attn_logit_softcapping")),
     )
 
 
-def _block_size(config: EngineConfig, attention: type[Any]) -> int:
-    sizes = attention.block_sizes()
-    asked = config.cache.block_size
+def _block_size(resolver: _Resolver, attention: type[Any]) -> int:
+    sizes = resolver.call("attention", attention, "block_sizes", returns=tuple | list, of=int) or (16,)
+    asked = resolver.config.cache.block_size
     if asked is None:
         return int(sizes[0])
     if not any(asked % size == 0 for size in sizes):
@@ -441,7 +438,7 @@ def _kernels(
     kernel = resolver.config.kernel
     query = LinearQuery(device_type=platform.device_type, arch=device.arch, dtype=dtype, weight_dtype=dtype)
     resolver.choose("linear", kernel.linear_backend, query, asked_by="--linear-backend")
-    num_experts = int(_first(hf.get("num_local_experts"), hf.get("num_experts"), hf.get("n_routed_experts"), 0))
+    num_experts = count(hf, "num_local_experts", "num_experts", "n_routed_experts", default=0, least=0)
     if num_experts or kernel.moe_backend != "auto":
         experts = MoEQuery(
             device_type=platform.device_type,
@@ -449,7 +446,7 @@ def _kernels(
             dtype=dtype,
             num_experts=num_experts,
             num_local_experts=num_experts,
-            top_k=int(_first(hf.get("num_experts_per_tok"), 1)),
+            top_k=count(hf, "num_experts_per_tok", default=1),
             activation=str(hf.get("hidden_act", "silu")),
             scheme=quantization or "none",
         )
@@ -479,13 +476,12 @@ def _logits_processors(resolver: _Resolver) -> None:
 
 
 def _eos_token_ids(files: ModelFiles, hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens of generation_config.json, else of config.json; both may hold one id or a list."""
+    """End tokens of generation_config.json, else of config.json; both may hold one id or a list, and -1 is none."""
     for source in (files.generation_config, hf):
         value = source.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list | tuple) and value:
-            return tuple(int(item) for item in value)
+        if value not in (None, []):
+            ids = value if isinstance(value, list) else [value]
+            return tuple(i for i in (count({"eos_token_id": item}, "eos_token_id", least=-1) for item in ids) if i >= 0)
     return ()
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from rabbet.config.schema import EngineConfig
 from rabbet.contracts.weights import ModelFiles
+from rabbet.errors import ConfigError
 from rabbet.registry import Composition
 
 if TYPE_CHECKING:
@@ -111,12 +112,14 @@ def resolved_from_bytes(data: bytes) -> ResolvedConfig:
 
 def load_hf_config(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> PretrainedConfig:
     """transformers' configuration object for a model on disk, with ``--hf-overrides`` laid over it."""
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import CONFIG_MAPPING, PretrainedConfig
 
     values = {**files.config, **(overrides or {})}
-    model_type = values.get("model_type")
     try:
-        return AutoConfig.for_model(**{"model_type": model_type, **values})
-    except ValueError:
+        if str(values.get("model_type")) in CONFIG_MAPPING:
+            return CONFIG_MAPPING[values.pop("model_type")](**values)
         # A model type that transformers does not know: the plugin reads the plain values.
         return PretrainedConfig(**values)
+    except Exception as error:  # the library checks types with exceptions of several kinds
+        told = " ".join(str(error).split())
+        raise ConfigError(f"config.json, with --hf-overrides over it, is wrong: {told}", field="model") from error

@@ -11,16 +11,18 @@ import logging
 import sys
 from typing import Any
 
+from rabbet._util.memory import lacks_memory
 from rabbet.contracts.kinds import KINDS
 from rabbet.contracts.registration import registrations_of
-from rabbet.errors import PluginError, PluginLoadError, RabbetError
+from rabbet.errors import PluginError, PluginLoadError, RabbetError, shorten
 from rabbet.registry._load import load_entry_point
 from rabbet.registry.checked import checked
+from rabbet.registry.decision import Decision
 from rabbet.registry.entry import Entry
 from rabbet.registry.tamper import watch
 from rabbet.registry.versions import through_adapter
 
-__all__ = ["ask", "load_entry", "resolve_value", "resolve_watched", "verify_class"]
+__all__ = ["ask", "call", "load_entry", "resolve_value", "resolve_watched", "verify_class"]
 
 logger = logging.getLogger(__name__)
 _results: dict[tuple[str, str, str], type | PluginError] = {}
@@ -76,20 +78,50 @@ def _load(entry: Entry) -> type | PluginError:
         return failure
 
 
-def ask(entry: Entry, method: str, query: Any) -> Any:
-    """Call a class method of a plugin; one that raises makes the plugin broken, as a failing import does.
+def ask(entry: Entry, method: str, query: Any, *, returns: Any = object, of: Any = object) -> Any:
+    """``call`` for a class method of a plugin that is not chosen yet; one that fails is broken, as a failing import is."""
+    return call(entry, method, getattr(load_entry(entry), method), query, returns=returns, of=of)
+
+
+def call(
+    owner: Entry | Decision,
+    method: str,
+    function: Any,
+    *arguments: Any,
+    returns: Any = object,
+    of: Any = object,
+    **named: Any,
+) -> Any:
+    """Call a plugin's ``function``; what it raises, and what it returns of another type than its contract says, is told.
+
+    Args:
+        owner: Whose it is.
+        method: Its name, for messages.
+        function: What is called.
+        *arguments: For it.
+        returns: Type or types that its answer may have.
+        of: Type of the items of its answer.
+        **named: For it.
 
     Raises:
-        PluginLoadError: Naming owner, version, method and cause. What the plugin raises of ``rabbet.errors`` passes.
+        PluginLoadError: Naming kind, name, owner, version, method and cause. What the plugin raises of ``rabbet.errors``
+            passes, and so does a lack of memory.
     """
+    label, advice = f"{owner.kind}/{owner.name} of {owner.label}", "upgrade or remove the distribution"
     try:
-        return getattr(load_entry(entry), method)(query)
+        answer = function(*arguments, **named)
     except RabbetError:
         raise
     except (Exception, SystemExit) as error:
-        told = f"{type(error).__name__}: {error}; upgrade or remove the distribution"
-        text = f"{entry.kind}/{entry.name} of {entry.label} failed in {method}(): {told}"
-        raise PluginLoadError(text, kind=entry.kind, name=entry.name) from error
+        if lacks_memory(error):
+            raise
+        told = f"{label} failed in {method}(): {type(error).__name__}: {error}; {advice}"
+        raise PluginLoadError(told, kind=owner.kind, name=owner.name) from error
+    if not isinstance(answer, returns) or (of is not object and not all(isinstance(item, of) for item in answer)):
+        wanted = getattr(returns, "__name__", str(returns)) + (f" of {of.__name__}" if of is not object else "")
+        told = f"{label} is broken: {method}() returned {shorten(answer)}, but must return {wanted}; {advice}"
+        raise PluginLoadError(told, kind=owner.kind, name=owner.name)
+    return answer
 
 
 def resolve_value(value: str) -> Any:

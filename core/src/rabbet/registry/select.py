@@ -184,7 +184,7 @@ def _claimed(value: Any, pattern: Any) -> bool:
 
 def _refusals(entry: Entry, query: Any) -> tuple[Refusal, ...]:
     has_say = query is not None and hasattr(load_entry(entry), "supports")
-    return tuple(ask(entry, "supports", query)) if has_say else ()
+    return tuple(ask(entry, "supports", query, returns=tuple | list, of=Refusal)) if has_say else ()
 
 
 def _require_selectable(entry: Entry) -> None:
