@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rabbet.contracts.support import Refusal
@@ -84,12 +85,36 @@ class ModelRunner(ABC):
 class Executor(ABC):
     """Runs one ``ModelRunner`` a rank and speaks for all of them.
 
-    ``config`` is the resolved ``rabbet.config.EngineConfig``. Order of calls as listed; ``execute`` may be called
-    again before the future of the step before is done, up to ``max_concurrent_steps`` steps.
+    ``config`` says what to run. An executor reads its ``world_size``, the number of ranks, and hands the rest on as it is.
+    Order of calls as listed; ``execute`` may be called again before the future of the step before is done, up to
+    ``max_concurrent_steps`` steps.
     """
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    def config_bytes(self) -> bytes:
+        """``config`` for ``make_runner`` in another process."""
+        data: bytes = import_module("rabbet.config.resolved").resolved_to_bytes(self.config)
+        return data
+
+    @staticmethod
+    def make_runner(config: Any, *, rank: int = 0, world_size: int = 1, init_method: str = "") -> ModelRunner:
+        """Core's runner for one rank, in the process that is to run it; claims nothing before ``load``.
+
+        Args:
+            config: What the executor was made with, or ``config_bytes()`` of it in another process, which must find the
+                same plugins: start it with the ``sys.path`` of this one.
+            rank: Which one.
+            world_size: How many.
+            init_method: Where ranks meet, as for ``torch.distributed.init_process_group``, e.g. ``file:///...``.
+
+        Raises:
+            rabbet.errors.CompositionMismatchError: If the process holds other plugins than were decided.
+        """
+        where = {"rank": rank, "world_size": world_size, "init_method": init_method}
+        made: ModelRunner = import_module("rabbet.runner.make").make_runner(config, **where)
+        return made
 
     @classmethod
     @abstractmethod

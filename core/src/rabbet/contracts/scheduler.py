@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rabbet.types.outputs import FinishReason, RequestDelta, StepResult
@@ -235,6 +236,20 @@ class Scheduler(ABC):
     @abstractmethod
     def stats(self) -> SchedulerStats:
         """Numbers for metrics; cheap."""
+
+    @staticmethod
+    def end_reason(request: Request, max_len: int) -> FinishReason | None:
+        """Why a request ends after its last known token, or None; sets ``stop_reason`` for stop ids and repetition.
+
+        The rules are core's for every scheduler: end token, stop id, length, repetition, in this order. Below
+        ``min_tokens`` only length counts.
+
+        Args:
+            request: With the new token as its last.
+            max_len: Most tokens that prompt and output may have together.
+        """
+        found: FinishReason | None = import_module("rabbet.sched.stop").check_stop(request, max_len)
+        return found
 
     def reset_prefix_cache(self) -> bool:
         """As ``KVManager.reset_prefix_cache``."""

@@ -107,10 +107,10 @@ class _SharedQueue(StrictScheduler):
 
 
 class _MinimumIgnored(StrictScheduler):
-    def end_of(self, request: Request) -> FinishReason | None:
+    def end_reason(self, request: Request, max_len: int) -> FinishReason | None:  # type: ignore[override]
         if request.token_ids[-1] in request.spec.eos_token_ids:
             return FinishReason.STOP
-        return super().end_of(request)
+        return super().end_reason(request, max_len)
 
 
 class _CountsPrompts(StrictScheduler):

@@ -181,29 +181,10 @@ class StrictScheduler(Scheduler):
             request.token_ids.extend(tokens)
             self.generated += len(tokens)
             self.context.kv.commit(request, request.num_computed_tokens)
-            reason = self.end_of(request) if tokens else None
+            reason = self.end_reason(request, self.longest) if tokens else None
             if tokens or name in result.prompt_logprobs:
                 deltas.append(self.delta(request, tokens, result, start=start, reason=reason))
         return deltas
-
-    def end_of(self, request: Request) -> FinishReason | None:
-        """Why the request ends with its last token, or None."""
-        sampling, token, count = request.spec.sampling, request.token_ids[-1], request.num_output_tokens
-        is_long = count >= sampling.min_tokens
-        if is_long and token in request.spec.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-        if is_long and token in sampling.stop_token_ids:
-            request.stop_reason = token
-            return FinishReason.STOP
-        if count >= request.spec.max_tokens or request.num_known_tokens >= self.longest:
-            return FinishReason.LENGTH
-        rule, output = sampling.repetition_detection, request.token_ids[request.num_prompt_tokens :]
-        if rule is not None and is_long:
-            for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
-                if output[-size * rule.min_count :] == output[-size:] * rule.min_count:
-                    request.stop_reason = "repetition_detected"
-                    return FinishReason.REPETITION
-        return None
 
     def delta(
         self, request: Request, tokens: Sequence[int] = (), result: StepResult | None = None, *, start: int = 0,
