@@ -201,7 +201,7 @@ def test_what_a_model_cannot_be_without_is_not_zero(tmp_path: Path, key: str) ->
 
 
 def test_so_many_layers_are_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000, but must be an integer from 1 to 10000"):
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000, but must be an integer from 1 to 1000"):
         run(tmp_path, changes={"num_hidden_layers": 10**6})
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 __all__ = ["lacks_memory"]
 
+_SIGNS = ("MemoryError", "OutOfMemoryError", "allocate memory")
+
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an exception says so: Python's and numpy's own, a device's, or the plain one of torch's host allocator."""
-    is_plain = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    return is_plain or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    """Whether an exception says so: Python's own, a device's, torch's of the host; also where another process tells of it."""
+    told = f"{type(error).__mro__} {error}"
+    return any(sign in told for sign in _SIGNS)

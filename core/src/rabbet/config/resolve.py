@@ -352,7 +352,7 @@ def _heads(hf: Mapping[str, Any], tensor_parallel_size: int) -> _Heads:
     num_kv_heads = count(hf, "num_key_value_heads", default=0, least=0) or num_heads
     hidden = count(hf, "hidden_size", "n_embd", default=num_heads)
     # Layers are made one by one: more than these would be made for hours.
-    count(hf, "num_hidden_layers", "n_layer", default=1, most=10_000)
+    count(hf, "num_hidden_layers", "n_layer", default=1, most=1000)
     return _Heads(
         # An uneven split is padded with heads of zeros, so each rank has the same shape.
         num_heads=(

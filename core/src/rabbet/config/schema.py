@@ -215,10 +215,10 @@ class CompilationConfig:
     cudagraph_mode: Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"] | None = _option(
         None, "Which steps are captured; by the optimisation level by default"
     )
-    cudagraph_capture_sizes: list[int] | None = _option(None, "Batch sizes to capture")
+    cudagraph_capture_sizes: list[PositiveInt] | None = _option(None, "Batch sizes to capture")
     max_cudagraph_capture_size: PositiveInt | None = _option(None, "Largest batch size to capture")
-    compile_ranges: list[int] = _listed("Ends of token ranges that are compiled on their own")
-    compile_sizes: list[int] = _listed("Token counts that are compiled on their own")
+    compile_ranges: list[PositiveInt] = _listed("Ends of token ranges that are compiled on their own")
+    compile_sizes: list[PositiveInt] = _listed("Token counts that are compiled on their own")
 
 
 @dataclass(config=_FORBID, kw_only=True)

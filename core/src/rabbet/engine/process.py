@@ -15,6 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from rabbet._util.log import log_to_stderr
+from rabbet._util.memory import lacks_memory
 from rabbet.config.resolve import resolve
 from rabbet.config.resolved import resolved_to_bytes
 from rabbet.config.schema import EngineConfig
@@ -31,6 +32,7 @@ from rabbet.engine.messages import (
     decode_to_engine,
     encode,
 )
+from rabbet.engine.sizing import check_steps, no_memory
 from rabbet.engine.transport import Receiver, connect
 from rabbet.errors import ConfigError, PluginError, RabbetError, WeightsError
 from rabbet.worker.child import EXIT_DEAD, make_visible, read_start
@@ -134,7 +136,13 @@ def build(config: EngineConfig, *, is_server: bool, send: Callable[[FromEngine],
     resolved = resolve(config, is_server=is_server)
     directory = resolved.files.tokenizer_dir
     send(FilesFound(tokenizer_dir=None if directory is None else str(directory)))
-    core = EngineCore(resolved, on_phase=phase)
+    check_steps(resolved)
+    try:
+        core = EngineCore(resolved, on_phase=phase)
+    except Exception as error:
+        if lacks_memory(error):
+            raise no_memory(resolved, current, error) from error
+        raise
     phase("ready")
     logger.info("start: %s", ", ".join(durations))
     return core

@@ -12,10 +12,50 @@ from rabbet.errors import ConfigError
 from rabbet.kv.groups import bytes_for_one_request, max_len_that_fits
 from rabbet.types.kv import KVCacheSpec
 
-__all__ = ["fit_context", "report_capacity"]
+__all__ = ["check_steps", "fit_context", "no_memory", "report_capacity"]
 
 logger = logging.getLogger(__name__)
 _GIB = 1 << 30
+
+
+def check_steps(resolved: ResolvedConfig) -> None:
+    """Refuse steps that are larger than the device by what is sure to be allocated, before anything is.
+
+    Raises:
+        ConfigError: With the size, and the options that lower it.
+    """
+    hf = {**resolved.files.config, **resolved.config.model.hf_overrides}
+    sizes = [(hf.get("text_config") or hf).get(name) for name in ("hidden_size", "intermediate_size")]
+    hidden, inner = (size if isinstance(size, int) else 0 for size in sizes)
+    tokens = min(resolved.max_num_batched_tokens, resolved.max_num_seqs * resolved.max_model_len)
+    # Residual, queries, their output and the two halves of the feed-forward layer; logits are float32.
+    needed = (4 if resolved.dtype == "float32" else 2) * tokens * (3 * hidden + 2 * inner)
+    needed += 4 * min(tokens, resolved.max_num_seqs) * resolved.vocab_size
+    total = resolved.composition.load("platform").detect()[0].total_memory_bytes
+    if needed > total:
+        raise ConfigError(
+            f"a step needs at least {_size(needed)}, but the device has {_size(total)}; {_lower(resolved)}",
+            field="scheduler.max_num_batched_tokens",
+        )
+
+
+def no_memory(resolved: ResolvedConfig, phase: str, error: BaseException) -> ConfigError:
+    """The error for a start that ran out of memory."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(f"memory ran out while {phase} ({told}); {_lower(resolved)}")
+
+
+def _lower(resolved: ResolvedConfig) -> str:
+    cache = resolved.config.cache
+    kv_cache = (
+        f"--num-gpu-blocks-override (now {cache.num_gpu_blocks_override})"
+        if cache.num_gpu_blocks_override
+        else f"--kv-cache-memory-bytes (now {cache.kv_cache_memory_bytes or 'what is left'})"
+    )
+    return (
+        f"lower --max-num-batched-tokens (now {resolved.max_num_batched_tokens}), --max-num-seqs (now "
+        f"{resolved.max_num_seqs}), --max-model-len (now {resolved.max_model_len}) or {kv_cache}"
+    )
 
 
 def fit_context(
@@ -26,6 +66,11 @@ def fit_context(
     Raises:
         ConfigError: If one request of the asked length does not fit: needed, available, what would fit, and the flags.
     """
+    if report.available_kv_bytes > report.total_bytes:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes is {report.available_kv_bytes}, but the device has {report.total_bytes} bytes",
+            field="cache.kv_cache_memory_bytes",
+        )
     wanted = resolved.max_model_len
     fits = max_len_that_fits(specs, num_blocks, wanted)
     if fits >= wanted:

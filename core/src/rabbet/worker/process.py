@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq
 
 from rabbet._util.log import log_to_stderr
+from rabbet._util.memory import lacks_memory
 from rabbet.config.resolved import resolved_from_bytes
 from rabbet.errors import RabbetError
 from rabbet.registry.onefile import stage_file
@@ -84,7 +85,7 @@ def _answer(worker: _Worker, rank: int, command: ToWorker) -> FromWorker:
 def _failure(rank: int, error: BaseException) -> WorkerFailed:
     if isinstance(error, RabbetError):
         return WorkerFailed(rank=rank, kind=type(error).__name__, message=str(error))
-    logger.error("failed", exc_info=error)
+    logger.error("failed", exc_info=None if lacks_memory(error) else error)
     return WorkerFailed(rank=rank, kind="other", message=f"{type(error).__name__}: {error}")
 
 
