@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from rabbet.contracts import Refusal, register_executor
@@ -55,6 +56,7 @@ class UniExecutor(Executor):
         is_async = issubclass(config.composition.load("platform"), SupportsAsyncSteps)
         self._thread = None if is_async else ThreadPoolExecutor(max_workers=1, thread_name_prefix="rabbet-runner")
         self._runner = DeviceRunner(config)
+        self._death: EngineDeadError | None = None
         self._is_closed = False
 
     def load(self) -> dict[str, KVCacheSpec]:
@@ -73,7 +75,17 @@ class UniExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """See ``Executor``."""
-        return _Launched(self._runner.launch(plan)) if self._thread is None else self._thread.submit(self._runner.execute, plan)
+        if self._thread is None:
+            return _Launched(partial(self._watched, self._watched(self._runner.launch, plan)))
+        return self._thread.submit(self._watched, self._runner.execute, plan)
+
+    def _watched(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        try:
+            return function(*arguments)
+        except BaseException as error:
+            # What the cache holds is unknown now.
+            self._death = EngineDeadError(f"a step failed: {error}")
+            raise
 
     def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         return function(*arguments) if self._thread is None else self._thread.submit(function, *arguments).result()
@@ -82,6 +94,8 @@ class UniExecutor(Executor):
         """See ``Executor``."""
         if self._is_closed:
             raise EngineDeadError("the executor is shut down")
+        if self._death is not None:
+            raise self._death
 
     def shutdown(self) -> None:
         """See ``Executor``."""
