@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from rabbet.contracts.kinds import KINDS
 from rabbet_sdk.conformance import SUITES
 from rabbet_sdk.conformance.report import OUTCOMES
 from rabbet_sdk.conformance.subject import find_entry
+from rabbet_sdk.environment import child_environment
 
 __all__ = ["CheckResult", "check_plugin"]
 
@@ -82,9 +82,14 @@ def check_plugin(plugin: str, *, device: str = "cpu", level: int = 5, seed: int 
         ]  # fmt: skip
         if seed is not None:
             command.append(f"--rabbet-seed={seed}")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+            command,
+            cwd=root,
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
         rows = json.loads(report.read_text(encoding="utf-8"))["tests"] if report.is_file() else []
     return _result(plugin, device, entry.kind, rows, done.stdout + done.stderr)

@@ -20,6 +20,7 @@ from typing import Any
 from rabbet.contracts.platform import PlatformQuery
 from rabbet.registry.loader import load_entry
 from rabbet_sdk.conformance.subject import find_entry
+from rabbet_sdk.environment import child_environment
 
 __all__ = ["SIZES", "look", "run_ranks", "start"]
 
@@ -32,9 +33,8 @@ def start(
     job: str, plugin: str, file: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Begin a job; standard input and output are pipes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(env or {})
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, job, plugin, str(file), *arguments], env=environment, text=True,
+        [sys.executable, "-m", __name__, job, plugin, str(file), *arguments], env=child_environment(**(env or {})), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ With ``--rabbet-one-child`` it is one child for all classes: the zoo has a class
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rabbet_sdk.environment import child_environment
 
 __all__ = ["Children"]
 
@@ -66,12 +67,12 @@ class Children:
                 sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={self.config.rootpath}",
                 *(["-c", str(self.config.inipath)] if self.config.inipath else []),
                 f"--rabbet-child={results}", f"--rabbet-seed={self.config.getoption('rabbet_seed')}",
+                *(["--rabbet-first-failure"] if self.config.getoption("rabbet_first_failure") else []),
                 *[item.nodeid for item in items],
             ]  # fmt: skip
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             with (Path(directory) / "output").open("w+", encoding="utf-8", errors="replace") as output:
                 process = subprocess.Popen(
-                    command, cwd=self.config.rootpath, env=environment, stdin=subprocess.DEVNULL,
+                    command, cwd=self.config.rootpath, env=child_environment(), stdin=subprocess.DEVNULL,
                     stdout=output, stderr=subprocess.STDOUT,
                 )  # fmt: skip
                 try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from rabbet.types.sampling import SamplingParams
 from rabbet_sdk.conformance.base import PluginConformance
 from rabbet_sdk.conformance.outcome import level, unclaimed
 from rabbet_sdk.conformance.subject import Subject
+from rabbet_sdk.environment import child_environment
 
 __all__ = ["LogitsProcessorConformance"]
 
@@ -324,7 +324,7 @@ class LogitsProcessorConformance(PluginConformance):
         entry = subject.entry
         done = subprocess.run(
             [sys.executable, "-c", _FRONT, entry.name, entry.distribution],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_environment(),
             capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]

@@ -16,6 +16,7 @@ from rabbet.registry.entry import Entry, State
 from rabbet.registry.loader import load_entry
 from rabbet.registry.policy import PluginPolicy
 from rabbet_sdk.conformance.cases import Claims
+from rabbet_sdk.environment import child_environment
 
 __all__ = ["ImportFacts", "Subject", "find_entry", "import_facts", "load_subject"]
 
@@ -124,10 +125,9 @@ def import_facts(plugin: str) -> ImportFacts:
     """Import the plugin in a process of its own and report what that did; done once a plugin."""
     entry = find_entry(plugin)
     command = [sys.executable, "-c", _PROBE, entry.kind, entry.name, entry.distribution]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment,
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=child_environment(),
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

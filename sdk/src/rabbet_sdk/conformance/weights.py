@@ -26,6 +26,7 @@ from rabbet_sdk.conformance.base import PluginConformance
 from rabbet_sdk.conformance.cases import Case, Claims, cases
 from rabbet_sdk.conformance.outcome import dangerous, level
 from rabbet_sdk.conformance.subject import Subject
+from rabbet_sdk.environment import child_environment
 from rabbet_sdk.oracles.weights import bits_of, random_bits, write_plain
 
 __all__ = ["WeightsConformance"]
@@ -138,7 +139,7 @@ class WeightsConformance(PluginConformance):
         entry = checkpoint.subject.entry
         done = subprocess.run(
             [sys.executable, "-c", _FRONT, entry.name, entry.distribution, checkpoint.model, str(tmp_path / "cache")],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_environment(),
             capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbet_sdk.conformance import suite_for
+from rabbet_sdk.environment import child_environment
 from rabbet_sdk.fakes.dist import write_distribution
 from rabbet_sdk.mutants.base import Mutant, all_mutants
 from rabbet_sdk.strict import install_twins, twin_table
@@ -94,11 +94,16 @@ def _run(directory: Path, site: Path, wanted: list[str]) -> tuple[dict[str, list
     (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", f"--rootdir={directory}",
-        "-c", str(directory / "pytest.ini"), f"--rabbet-report={report}", "--rabbet-one-child", *wanted,
+        "-c", str(directory / "pytest.ini"), f"--rabbet-report={report}", "--rabbet-one-child", "--rabbet-first-failure", *wanted,
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        command,
+        cwd=directory,
+        env=child_environment(site),
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     rows: dict[str, list[dict[str, str]]] = {}
     if report.is_file():
