@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rabbet_sdk.fakes.dist import write_distribution
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -77,25 +78,17 @@ def fake_dist(site: Path) -> Callable[..., str]:
     ) -> str:
         # Other folders execute this file anew, each with its own count: names must not meet in one process.
         package = f"pkg_{dist.replace('-', '_')}_{zlib.crc32(__name__.encode()):x}_{next(_numbers)}"
-        info = site / f"{dist.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
         if bundled:
             trust(site, dist)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
-        points = f"[{group}]\n{name} = {package}:Backend\n"
-        if manifest != "":
-            points += f"[rabbet.manifest]\n{dist} = {package}:rabbet.toml\n"
-        (info / "entry_points.txt").write_text(points)
-        folder = site / package
-        folder.mkdir()
-        kind = "attention" if group == "rabbet.attention" else group.removeprefix("rabbet.")
-        text = manifest or (
+        kind = group.removeprefix("rabbet.")
+        text = manifest if manifest is not None else (
             f'schema = 1\n[[provides]]\nkind = "{kind}"\nname = "{name}"\ncontract = "{contract}"\npriority = {priority}\n{extra}'
-        )
-        (folder / "rabbet.toml").write_text(text)
+        )  # fmt: skip
         code = body if body is not None else ATTENTION.format(name=name, refusals=refusals, prelude=prelude)
-        (folder / "__init__.py").write_text(code)
-        return package
+        return write_distribution(
+            site, dist, provides={f"{kind}/{name}": f"{package}:Backend"}, version=version, manifest=text,
+            modules={"__init__.py": code}, package=package,
+        )  # fmt: skip
 
     return write
 

@@ -19,6 +19,7 @@ def write_distribution(
     manifest: str | None = None,
     modules: Mapping[str, str] | None = None,
     entry_points: str = "",
+    package: str = "",
 ) -> str:
     """Write a distribution into ``site``, a directory on ``sys.path``; returns the name of its package.
 
@@ -30,8 +31,9 @@ def write_distribution(
         manifest: TOML text instead of the tables that follow from ``provides``; an empty string leaves it out.
         modules: File name to source, written into the package ``__init__.py`` is made if it is not given.
         entry_points: Further sections for ``entry_points.txt``.
+        package: Name of the package; that of the distribution by default.
     """
-    package = name.replace("-", "_")
+    package = package or name.replace("-", "_")
     directory = site / package
     directory.mkdir(parents=True, exist_ok=True)
     for file, text in {"__init__.py": "", **(modules or {})}.items():
@@ -45,7 +47,7 @@ def write_distribution(
         kind, _, short = label.partition("/")
         sections.setdefault(KINDS[kind].group, []).append(f"{short} = {value}")
     points = "".join(f"[{group}]\n" + "\n".join(lines) + "\n\n" for group, lines in sections.items()) + entry_points
-    info = site / f"{package}-{version}.dist-info"
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
     (info / "entry_points.txt").write_text(points, encoding="utf-8")
