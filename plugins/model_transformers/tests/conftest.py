@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,102 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from rabbet_sdk.fakes.ranks import ThreadRanks, build_context
+from rabbet_sdk.oracles.model import PlainAttention
 
 from rabbet.contracts.weights import ResolveQuery
 from rabbet.layers import BuildContext, ForwardContext, set_forward_context
-from rabbet.layers.reference import TorchLayerOps, TorchLinearBackend
 from rabbet.parallel import ParallelState
 from rabbet.weights.load import load_weights
 from rabbet.weights.safetensors import SafetensorsFormat
 
 LENGTHS = (11, 5, 17)
 VOCAB_SIZE = 99
-
-
-class PlainAttention:
-    """Causal attention in float32 over caches of plain tensors; metadata lists (sequence, rows of the step)."""
-
-    def __init__(self) -> None:
-        self.memory: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def forward(self, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: torch.Tensor) -> None:
-        for sequence, rows in metadata:
-            keys, values = self.memory.get((layer.name, sequence), (k[:0], v[:0]))
-            keys, values = torch.cat((keys, k[rows])), torch.cat((values, v[rows]))
-            self.memory[layer.name, sequence] = (keys, values)
-            out[rows] = self.attend(layer, q[rows], keys, values)
-
-    @staticmethod
-    def attend(layer: Any, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        group = q.shape[1] // keys.shape[1]
-        scores = torch.einsum("thd,shd->hts", q, keys.repeat_interleave(group, dim=1)) * layer.scale
-        if layer.soft_cap is not None:
-            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-        distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))[None]
-        hidden = (distance < 0) | (distance >= (layer.window or len(keys) + 1))
-        probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("hts,shd->thd", probabilities, values.repeat_interleave(group, dim=1))
-
-
-class ThreadRanks:
-    """Collectives of ranks that are threads of one process."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.slots: list[Any] = [None] * size
-
-    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.slots[rank] = tensor.clone()
-        self.barrier.wait()
-        parts = list(self.slots)
-        self.barrier.wait()
-        return parts
-
-    def run(self, work: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-        """Results of ``work(state)`` of all ranks."""
-        results: list[Any] = [None] * self.size
-
-        def start(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadState(rank, self.size, self))
-            except BaseException as error:
-                results[rank] = error
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-
-class ThreadState(ParallelState):
-    """One of the threads."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = self.group.exchange(self.tp_rank, tensor)
-        return tensor.copy_(sum(parts[1:], parts[0]))
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self.group.exchange(self.tp_rank, tensor), dim=dim)
-
-
-def build_context(parallel: ParallelState, **changes: Any) -> BuildContext:
-    values: dict[str, Any] = {
-        "parallel": parallel,
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "linear": TorchLinearBackend(),
-        "ops": TorchLayerOps(),
-        "kv_cache_dtype": "float32",
-        "max_model_len": 64,
-    }
-    return BuildContext(**(values | changes))
 
 
 @dataclass
