@@ -462,4 +462,4 @@ def test_a_damaged_trusted_catalog_is_told_and_makes_nobody_one_of_the_projects(
     fake_dist("house", name="house", bundled=True)
     (site / "more_first_party" / "catalog.toml").write_text("distribution = 3")
     (entry,) = [item for item in scan(site).entries if item.distribution == "house"]
-    assert not entry.is_bundled and "more_first_party:catalog.toml cannot be read" in caplog.text
+    assert not entry.is_bundled and "more_first_party:catalog.toml of rabbet-catalog is left out" in caplog.text

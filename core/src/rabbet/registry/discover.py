@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, DistributionFinder, EntryPoint, MetadataPathFinder, distributions
-from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -24,7 +24,7 @@ from rabbet.registry.manifest import Manifest, Native, parse_manifest
 from rabbet.registry.policy import canonical_distribution
 from rabbet.registry.versions import contract_problem
 
-__all__ = ["CATALOG_GROUP", "TRUSTED_CATALOG", "Found", "discover", "installed_distributions"]
+__all__ = ["CATALOG_GROUP", "TRUSTED_CATALOG", "Found", "catalogs", "discover", "installed_distributions"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ CATALOG_GROUP = "rabbet.catalog"
 TRUSTED_CATALOG = "rabbet-catalog"
 """The distribution whose catalog says which others are the project's own. An author field could be anybody's."""
 
+_CATALOG_SCHEMA = 1
 _GROUPS = {kind.group: kind.name for kind in KINDS.values()}
 
 
@@ -89,26 +90,44 @@ def installed_distributions(path: Sequence[str] | None = None) -> Iterable[Distr
     return MetadataPathFinder.find_distributions(DistributionFinder.Context(path=list(path)))
 
 
-def _first_party(found: Sequence[Distribution]) -> frozenset[str]:
-    """Names of the project's own distributions. Other catalogs have no say in this."""
-    names: set[str] = set()
+def catalogs(found: Iterable[Distribution], owner: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and table of each distribution that a catalog lists; a damaged catalog is left out with a warning.
+
+    Args:
+        found: Where to look.
+        owner: Only the catalogs of this distribution.
+    """
     for distribution in found:
         for point in distribution.entry_points:
-            if point.group != CATALOG_GROUP or canonical_distribution(distribution.name) != TRUSTED_CATALOG:
+            if point.group != CATALOG_GROUP or owner not in ("", canonical_distribution(distribution.name)):
                 continue
             package, _, file = point.value.partition(":")
             try:
-                document = tomllib.loads(
-                    ((package_directory(distribution, package) or Path()) / file).read_text("utf-8")
-                )
-                names |= {
-                    canonical_distribution(row["name"]) for row in document["distribution"] if row.get("first_party")
-                }
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                logger.warning(
-                    "%s cannot be read, so that no plugin counts as the project's own: %s", point.value, error
-                )
-    return frozenset(names)
+                folder = package_directory(distribution, package)
+                if folder is None:
+                    raise ValueError(f"there is no package {package}")
+                document = tomllib.loads((folder / file).read_text(encoding="utf-8"))
+                if document.get("schema") != _CATALOG_SCHEMA:
+                    raise ValueError(f"schema is {document.get('schema')!r}, not {_CATALOG_SCHEMA}")
+                rows = [(str(item["name"]), item) for item in document["distribution"]]
+                if not all(_is_table(row) for _, item in rows for row in item["provides"]):
+                    raise ValueError("provides holds something else than tables of kind, name, aliases and contract")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("the catalog %s of %s is left out: %s", point.value, distribution.name, error)
+                continue
+            yield from rows
+
+
+def _is_table(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("aliases", []), list):
+        return False
+    return all(isinstance(row.get(key, ""), str) for key in ("kind", "name", "contract"))
+
+
+def _first_party(found: Sequence[Distribution]) -> frozenset[str]:
+    """Names of the project's own distributions. Other catalogs have no say in this."""
+    rows = catalogs(found, TRUSTED_CATALOG)
+    return frozenset(canonical_distribution(name) for name, row in rows if row.get("first_party"))
 
 
 def _entry(point: EntryPoint, distribution: Distribution, manifest: Manifest | None, own: frozenset[str]) -> Entry:
