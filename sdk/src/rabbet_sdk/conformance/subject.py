@@ -25,44 +25,28 @@ _PROBE = """
 import json, sys, threading
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.loader import load_entry
+from rabbet.registry.tamper import evidence
 kind, name, owner = sys.argv[1:4]
 entry = next(e for e in Catalog.scan().entries if (e.kind, e.name, e.distribution) == (kind, name, owner))
 from importlib import import_module
 from rabbet.contracts.kinds import KINDS
 import_module(KINDS[kind].base.partition(":")[0])
-def prints():
-    found = {}
-    for module in [m for n, m in list(sys.modules.items()) if m is not None and n.split(".")[0] == "rabbet"]:
-        for key, value in list(vars(module).items()):
-            if callable(value) and getattr(value, "__module__", "").split(".")[0] == "rabbet":
-                found[module.__name__, key] = value
-                if isinstance(value, type) and value.__module__ == module.__name__:
-                    for inner, item in list(vars(value).items()):
-                        if callable(item) or isinstance(item, (classmethod, staticmethod, property)):
-                            found[module.__name__, key + "." + inner] = item
-    return found
 def ops():
     if "torch" not in sys.modules:
         return set()
     import torch
     return {n for n in torch._C._dispatch_get_all_op_names()}
-modules, before, threads = set(sys.modules), prints(), {t.ident for t in threading.enumerate()}
+modules, threads = set(sys.modules), {t.ident for t in threading.enumerate()}
 roles = entry.provided.roles if entry.provided else ("worker",)
 if "front" not in roles:
     import torch, rabbet.layers
-    before = prints()
 old_ops = ops()
-cls = load_entry(entry)
-after = prints()
-import types
-patched = sorted(".".join(k) for k in before if k in after and after[k] is not before[k])
-patched += sorted(".".join(k) for k in after if k not in before and "." in k[1] and k[0] in {b[0] for b in before}
-                  and not k[1].split(".")[1].startswith("__"))
+load_entry(entry)
 print(json.dumps({
     "modules": sorted(set(sys.modules) - modules),
     "threads": sorted(t.name for t in threading.enumerate() if t.ident not in threads and not t.daemon),
     "cuda": "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized(),
-    "patched": patched, "roles": list(roles),
+    "patched": [place for _, place in evidence()], "roles": list(roles),
     "ops": sorted(ops() - old_ops) if "front" not in roles else []}))
 """
 
