@@ -28,7 +28,7 @@ FAIL, EXIT, WAIT = 61, 62, 63
 """Tokens on which the model raises, ends its process, or waits for a byte in its pipe."""
 WAIT_S = 60.0
 DEVICE: str = NullPlatform.__rabbet_registrations__[0].name  # type: ignore[attr-defined]
-_PATIENCE_S = 3.0
+_PATIENCE_S = 1.5
 
 
 @register_model("ObedientForCausalLM")
