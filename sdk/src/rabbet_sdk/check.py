@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbet.contracts.kinds import KINDS
+from rabbet.errors import PluginError
 from rabbet_sdk.conformance import SUITES
 from rabbet_sdk.conformance.report import OUTCOMES
 from rabbet_sdk.conformance.subject import find_entry
@@ -58,23 +59,31 @@ class CheckResult:
         return ", ".join([text, *rest])
 
 
-def check_plugin(plugin: str, *, device: str = "cpu", level: int = 5, seed: int | None = None) -> CheckResult:
+def check_plugin(
+    plugin: str, *, device: str = "cpu", level: int = 5, seed: int | None = None, tests: Path | None = None
+) -> CheckResult:
     """Run the suite in a process of its own.
 
+    Args:
+        plugin: ``kind/name``.
+        device: Device that tests compute on.
+        level: Highest level of tests.
+        seed: Seed of random inputs.
+        tests: A test file whose classes for this plugin say what the suite cannot know, a model's configuration say.
+
     Raises:
-        rabbet.errors.PluginError: If the plugin is not installed, or cannot be tested.
+        rabbet.errors.PluginError: If the plugin is not installed, cannot be tested, or ``tests`` is no file.
     """
     entry = find_entry(plugin)
-    suite = SUITES[entry.kind]
+    if entry.kind not in SUITES:
+        raise PluginError(f"there is no suite for the kind {entry.kind}; there are: {', '.join(SUITES)}", kind=entry.kind)
+    if tests is not None and not tests.is_file():
+        raise PluginError(f"--tests {tests}: there is no such file", kind=entry.kind)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         file = root / "test_check.py"
-        file.write_text(
-            f"from rabbet_sdk.conformance import {suite}\n\n\nclass TestCheck({suite}):\n"
-            f"    plugin = {plugin!r}\n    device = {device!r}\n",
-            encoding="utf-8",
-        )
+        file.write_text(_source(plugin, SUITES[entry.kind], device, tests), encoding="utf-8")
         report = root / "report.json"
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", "-c", str(root / "pytest.ini"),
@@ -93,6 +102,23 @@ def check_plugin(plugin: str, *, device: str = "cpu", level: int = 5, seed: int 
         )
         rows = json.loads(report.read_text(encoding="utf-8"))["tests"] if report.is_file() else []
     return _result(plugin, device, entry.kind, rows, done.stdout + done.stderr)
+
+
+def _source(plugin: str, suite: str, device: str, tests: Path | None) -> str:
+    """A test file: one class, or a subclass on ``device`` of each that ``tests`` has for the plugin."""
+    if tests is None:
+        return (
+            f"from rabbet_sdk.conformance import {suite}\n\n\nclass TestCheck({suite}):\n"
+            f"    plugin = {plugin!r}\n    device = {device!r}\n"
+        )
+    path = tests.resolve()
+    return (
+        f"import sys\nfrom importlib import import_module\n\nfrom rabbet_sdk.conformance import {suite}\n\n"
+        f"sys.path.insert(0, {str(path.parent)!r})\n"
+        f"for name, cls in vars(import_module({path.stem!r})).items():\n"
+        f"    if isinstance(cls, type) and issubclass(cls, {suite}) and cls.plugin == {plugin!r}:\n"
+        f"        globals()[name] = type(name, (cls,), {{'device': {device!r}}})\ncls = None\n"
+    )
 
 
 def _result(plugin: str, device: str, kind: str, rows: list[dict[str, Any]], output: str) -> CheckResult:

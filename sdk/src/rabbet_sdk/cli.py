@@ -25,6 +25,9 @@ app = typer.Typer(
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 _Plugin = Annotated[str, typer.Argument(metavar="KIND/NAME", help="The plugin, as rabbet plugins list names it")]
+_Tests = Annotated[
+    Path | None, typer.Option("--tests", help="Test file whose classes for this plugin set what the suite cannot know")
+]
 _Device = Annotated[str, typer.Option("--device", help="Device that the tests compute on")]
 
 
@@ -55,12 +58,13 @@ def check(
     device: _Device = "cpu",
     level: Annotated[int, typer.Option("--level", min=1, max=5, help="Highest level of tests")] = 5,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of random inputs")] = None,
+    tests: _Tests = None,
     as_json: _Json = False,
 ) -> None:
     """Run the conformance suite of an installed plugin; no test file is needed. Exit code 1 if it fails."""
     from rabbet_sdk.check import check_plugin
 
-    result = check_plugin(plugin, device=device, level=level, seed=seed)
+    result = check_plugin(plugin, device=device, level=level, seed=seed, tests=tests)
     if as_json:
         shown = {key: value for key, value in dataclasses.asdict(result).items() if key != "output"}
         _print(shown | {"passed": result.is_passed})
@@ -80,13 +84,14 @@ def certify(
     output: Annotated[
         Path, typer.Option("--output", help="Directory for KIND-NAME.json; where rabbet looks by default")
     ] = Path("~/.config/rabbet/certificates"),
+    tests: _Tests = None,
     as_json: _Json = False,
 ) -> None:
     """Run the whole suite on an installed wheel and write its certificate. Exit code 1 if the suite fails."""
     from rabbet_sdk.certify import certificate_of, write_certificate
     from rabbet_sdk.check import check_plugin
 
-    result = check_plugin(plugin, device=device)
+    result = check_plugin(plugin, device=device, tests=tests)
     certificate = certificate_of(result, arch=_arch(device), wheel=wheel)
     file = write_certificate(certificate, output.expanduser())
     if as_json:
