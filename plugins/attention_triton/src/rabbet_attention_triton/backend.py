@@ -5,7 +5,6 @@ Shapes: T tokens, B requests, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,8 @@ _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64
 _SHORTEST = 64
 """Keys that a split has at least: fewer cost more in adding up than they gain."""
+_PROGRAMS = 8
+"""Programs of a decode for each processor, two of which run at a time."""
 _MOST_ROWS = 64
 """Rows of a decode tile: query tokens of a request times heads of a group."""
 
@@ -120,7 +121,10 @@ class TritonAttention(AttentionBackend):
         import torch
         import triton
 
+        from rabbet_attention_triton import launches
+
         super().__init__(context)
+        self._launches = launches
         query = context.query
         self._group = query.num_heads // query.num_kv_heads
         self._width = max(16, int(triton.next_power_of_2(query.head_dim)))
@@ -133,16 +137,16 @@ class TritonAttention(AttentionBackend):
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_rows = max(16, int(triton.next_power_of_2(self._group)))
         # Sums of splits: as many programs as fill the device a few times over need them at once.
-        self._most_partials = max(4 * self._processors + query.num_kv_heads, 2 * _MAX_SPLITS * query.num_kv_heads)
+        self._most_partials = max(2 * _PROGRAMS * self._processors + query.num_kv_heads, 2 * _MAX_SPLITS * query.num_kv_heads)
         self._partial = torch.empty(self._most_partials * _MOST_ROWS * self._width, dtype=torch.float32, device=device)
         self._marks = torch.empty(self._most_partials * _MOST_ROWS * 2, dtype=torch.float32, device=device)
         count = max(context.max_num_requests, 1) * query.num_kv_heads
         self._counters = torch.zeros(count, dtype=torch.int32, device=device)
 
     def _splits(self, num_requests: int) -> int:
-        """Programs a head: so many that the device is filled about twice, and their sums find room."""
+        """Programs a head: so many that the last ones to run leave little of the device idle, and their sums find room."""
         heads = num_requests * self.context.query.num_kv_heads
-        wanted = min(_MAX_SPLITS, -(-2 * self._processors // heads), self._most_partials // heads)
+        wanted = min(_MAX_SPLITS, -(-_PROGRAMS * self._processors // heads), self._most_partials // heads)
         return 1 << (int(max(wanted, 1)).bit_length() - 1)
 
     def build_metadata(self, batch: AttentionBatch) -> _Step:
@@ -195,45 +199,44 @@ class TritonAttention(AttentionBackend):
         out_THE: torch.Tensor,
     ) -> None:
         """See ``AttentionBackend``."""
-        from rabbet_attention_triton.kernels import chunk_kernel, decode_kernel, store_kernel
-
         batch, query = metadata.batch, self.context.query
         num_kv_heads, head_dim, block_size = query.num_kv_heads, query.head_dim, kv_cache.shape[3]
-        page = kv_cache.stride(0)
-        heads = 1 << (num_kv_heads - 1).bit_length()
-        store_kernel[(batch.num_tokens,)](
-            k_TKD, v_TKE, kv_cache, batch.slot_mapping,
-            k_TKD.stride(0), k_TKD.stride(1), v_TKE.stride(0), v_TKE.stride(1), page,
-            num_kv_heads, block_size, head_dim, heads, self._width, num_warps=4,
+        page, dependent = kv_cache.stride(0), self._launches.is_dependent(q_THD)
+        strides = (k_TKD.stride(0), k_TKD.stride(1), v_TKE.stride(0), v_TKE.stride(1))
+        # Where all requests have few tokens one launch does everything.
+        stores = metadata.num_tiles == 0
+        if not stores:
+            heads = 1 << (num_kv_heads - 1).bit_length()
+            self._launches.store(
+                (batch.num_tokens, 1, 1), k_TKD, v_TKE, kv_cache, batch.slot_mapping, *strides, page,
+                num_kv_heads, block_size, head_dim, heads, self._width, dependent, num_warps=4,
+            )  # fmt: skip
+        flags = (
+            layer.window is not None, layer.soft_cap is not None, layer.sinks is not None, layer.alibi_slopes is not None,
         )  # fmt: skip
-        flags = {
-            "HAS_WINDOW": layer.window is not None,
-            "HAS_SOFT_CAP": layer.soft_cap is not None,
-            "HAS_SINKS": layer.sinks is not None,
-            "HAS_ALIBI": layer.alibi_slopes is not None,
-        }
         # A pointer is needed where there is nothing to point at.
         sinks = layer.sinks if layer.sinks is not None else self._marks
         slopes = layer.alibi_slopes if layer.alibi_slopes is not None else self._marks
         shared = (
-            q_THD.stride(0), q_THD.stride(1), page, batch.block_table.stride(0), layer.scale * _LOG2E,
-            layer.window or 0, float(layer.soft_cap or 0.0),
+            page, batch.block_table.stride(0), layer.scale * _LOG2E, layer.window or 0, float(layer.soft_cap or 0.0),
         )  # fmt: skip
         if metadata.num_decodes:
             listed = metadata.decode_list
-            decode_kernel[(metadata.num_decodes, num_kv_heads, metadata.splits)](
+            self._launches.decode(
+                (metadata.num_decodes, num_kv_heads, metadata.splits),
                 q_THD, kv_cache, out_THE, self._partial, self._marks, self._counters,
                 batch.query_start if listed is None else listed, batch.query_start, batch.seq_lens, batch.block_table,
-                sinks, slopes, *shared,
+                sinks, slopes, k_TKD, v_TKE, batch.slot_mapping, q_THD.stride(0), q_THD.stride(1), *strides, *shared,
                 num_kv_heads, self._group, block_size, head_dim, metadata.decode_rows, self._width, self._columns,
-                metadata.splits, _SHORTEST, HAS_LIST=listed is not None, **flags, num_warps=4, num_stages=3,
+                metadata.splits, _SHORTEST, *flags, listed is not None, stores, dependent, num_warps=4, num_stages=3,
             )  # fmt: skip
         if metadata.num_tiles:
             assert metadata.tiles is not None
             rows = self._chunk_rows()
-            chunk_kernel[(num_kv_heads, metadata.num_tiles)](
+            self._launches.chunk(
+                (num_kv_heads, metadata.num_tiles, 1),
                 q_THD, kv_cache, out_THE, metadata.tiles[0], metadata.tiles[1], batch.query_start, batch.seq_lens,
-                batch.block_table, sinks, slopes, *shared,
-                num_kv_heads, self._group, block_size, head_dim, rows, self._width, self._columns, **flags,
-                num_warps=8 if rows >= 128 else 4, num_stages=2 if math.prod((self._width, self._columns)) > 8192 else 3,
+                batch.block_table, sinks, slopes, q_THD.stride(0), q_THD.stride(1), *shared,
+                num_kv_heads, self._group, block_size, head_dim, rows, self._width, self._columns, *flags, dependent,
+                num_warps=8 if rows >= 128 else 4, num_stages=2 if self._width * self._columns > 8192 else 3,
             )  # fmt: skip

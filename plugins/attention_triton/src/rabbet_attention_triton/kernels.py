@@ -16,15 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["chunk_kernel", "decode_kernel", "store_kernel"]
+from rabbet_attention_triton.launch import IS_INTERPRETED, let_next_begin, wait_for_inputs
 
-_IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter keeps bfloat16 as bits, and multiplies these."""
+__all__ = ["chunk_kernel", "decode_kernel", "store_kernel"]
 
 
 @triton.jit
 def _product(a, b, sum):
-    if _IS_INTERPRETED:
+    if IS_INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision="ieee")
     return tl.dot(a, b, sum, input_precision="ieee")
 
@@ -33,9 +32,11 @@ def _product(a, b, sum):
 def store_kernel(
     k, v, cache, slots,
     k_token, k_head, v_token, v_head, page,
-    K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K heads of keys and values go to its slot; a slot of -1 writes nothing."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -120,22 +121,27 @@ def _attend(
 
 @triton.jit
 def decode_kernel(
-    q, cache, out, partial, marks, counters, requests, query_start, seq_lens, tables, sinks, slopes,
-    q_token, q_head, page, table_row, scale, window, soft_cap,
+    q, cache, out, partial, marks, counters, requests, query_start, seq_lens, tables, sinks, slopes, k, v, slots,
+    q_token, q_head, k_token, k_head, v_token, v_head, page, table_row, scale, window, soft_cap,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_LIST: tl.constexpr,
+    HAS_LIST: tl.constexpr, STORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of one key head of one request with few query tokens: at most ROWS / G.
 
     Args:
+        k: Keys of the step, which this kernel puts into the cache if STORES: each program those of its own split.
+        v: Values, likewise.
+        slots: Where they go.
         partial: float32 [B, K, SPLITS, ROWS, WIDTH] sums of splits.
         marks: float32 [B, K, SPLITS, 2, ROWS] largest scores and weights of splits.
         counters: int32 [B, K], zero before and after.
         requests: int32 [B] which requests, if HAS_LIST; else all, in order.
         SPLITS: Programs a head; short requests use fewer, and a split has at least SHORTEST keys.
     """
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     index = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -162,6 +168,18 @@ def decode_kernel(
     queries = tl.load(q + offsets[:, None] * q_token + heads[:, None] * q_head + dims[None, :], inside, other=0.0)
     slope = tl.load(slopes + heads) if HAS_ALIBI else tl.zeros((ROWS,), tl.float32)
     begin = start + split * share
+    if STORES:
+        for token in range(tl.maximum(begin - (length - count), 0), count):
+            slot = tl.load(slots + first + token).to(tl.int64)
+            if (length - count + token < begin + share) & (slot >= 0):
+                row = (first + token).to(tl.int64)
+                target = cache + (slot // S) * page + head * (S * D) + (slot % S) * D + dims
+                key = tl.load(k + row * k_token + head * k_head + dims, dims < D)
+                tl.store(target, key.to(cache.dtype.element_ty), dims < D)
+                value = tl.load(v + row * v_token + head * v_head + dims, dims < D)
+                tl.store(target + K * S * D, value.to(cache.dtype.element_ty), dims < D)
+        # Other threads of the program read what one of them has stored.
+        tl.debug_barrier()
     most, weight, total = _attend(
         queries, tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32),
         tl.zeros((ROWS, WIDTH), tl.float32), cache, tables + request.to(tl.int64) * table_row, positions, slope,
@@ -172,7 +190,8 @@ def decode_kernel(
         if used > 1:
             place = (index * K + head).to(tl.int64) * SPLITS
             mine = place + split
-            tl.store(partial + mine * (ROWS * WIDTH) + rows[:, None] * WIDTH + dims[None, :], total)
+            place_in_split = rows[:, None] * WIDTH + dims[None, :]
+            tl.store(partial + mine * (ROWS * WIDTH) + place_in_split, total, is_row[:, None])
             tl.store(marks + mine * (2 * ROWS) + rows, most)
             tl.store(marks + mine * (2 * ROWS) + ROWS + rows, weight)
             # All threads' stores come before the count, which the last program sees at its own.
@@ -180,21 +199,26 @@ def decode_kernel(
             if tl.atomic_add(counters + index * K + head, 1, sem="acq_rel") < used - 1:
                 return
             tl.store(counters + index * K + head, 0)
-            most = tl.full((ROWS,), float("-inf"), tl.float32)
-            weight = tl.zeros((ROWS,), tl.float32)
+            others = tl.arange(0, SPLITS)
+            is_other = (others < used)[:, None]
+            its = marks + (place + others)[:, None] * (2 * ROWS) + rows[None, :]
+            all_most = tl.load(its, is_other, other=float("-inf"), cache_modifier=".cg")
+            all_weight = tl.load(its + ROWS, is_other, other=0.0, cache_modifier=".cg")
+            most = tl.max(all_most, 0)
+            base = tl.where(most == float("-inf"), 0.0, most)
+            weight = tl.sum(all_weight * tl.exp2(all_most - base[None, :]), 0)
             total = tl.zeros((ROWS, WIDTH), tl.float32)
-            for other in range(0, used):
-                its = place + other
-                its_most = tl.load(marks + its * (2 * ROWS) + rows, cache_modifier=".cg")
-                its_weight = tl.load(marks + its * (2 * ROWS) + ROWS + rows, cache_modifier=".cg")
-                its_total = tl.load(
-                    partial + its * (ROWS * WIDTH) + rows[:, None] * WIDTH + dims[None, :], cache_modifier=".cg"
-                )
-                highest = tl.maximum(most, its_most)
-                base = tl.where(highest == float("-inf"), 0.0, highest)
-                total = total * tl.exp2(most - base)[:, None] + its_total * tl.exp2(its_most - base)[:, None]
-                weight = weight * tl.exp2(most - base) + its_weight * tl.exp2(its_most - base)
-                most = highest
+            for other in range(0, used, 4):
+                # Four at once, so that their loads wait together.
+                for step in tl.static_range(4):
+                    is_there = tl.zeros((ROWS,), tl.int32) + (other + step) < used
+                    at = place + other + step
+                    its_most = tl.load(marks + at * (2 * ROWS) + rows, is_there, other=float("-inf"), cache_modifier=".cg")
+                    its_total = tl.load(
+                        partial + at * (ROWS * WIDTH) + place_in_split, (is_row & is_there)[:, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    total += its_total * tl.exp2(its_most - base)[:, None]
     if HAS_SINKS:
         weight += tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - most)
     result = total / tl.where(is_row, weight, 1.0)[:, None]
@@ -211,6 +235,7 @@ def chunk_kernel(
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS / G query tokens of one request, for one key head. Tiles that see the most keys come first.
 
@@ -218,6 +243,8 @@ def chunk_kernel(
         tile_requests: int32 [tiles] request of a tile.
         tile_starts: int32 [tiles] its first query token within the request.
     """
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     tile = tl.program_id(1)
     head = tl.program_id(0)
     request = tl.load(tile_requests + tile)

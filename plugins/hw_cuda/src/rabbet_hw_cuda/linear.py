@@ -71,44 +71,13 @@ def _is_few(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 
 
 def _few(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, is_gated: bool) -> torch.Tensor:
-    import torch
-    import triton
-
-    from rabbet_hw_cuda.launch import dependent
-    from rabbet_hw_cuda.linear_kernels import few_kernel, one_kernel
+    from rabbet_hw_cuda.few_rows import multiply
 
     size = x_TI.shape[-1]
-    rows = x_TI.numel() // size
-    flat = x_TI.reshape(rows, size)
+    flat = x_TI.reshape(-1, size)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     outputs = weight_OI.shape[0] // (2 if is_gated else 1)
-    out = torch.empty((*x_TI.shape[:-1], outputs), dtype=x_TI.dtype, device=x_TI.device)
-    bias = weight_OI if bias_O is None else bias_O
-    shared = {"HAS_BIAS": bias_O is not None, "IS_GATED": is_gated, **dependent(x_TI)}
-    if rows == 1:
-        block, width, warps = _one_shape(outputs, size, is_gated=is_gated)
-        one_kernel[(triton.cdiv(outputs, block),)](
-            flat, weight_OI, bias, out, outputs, size, block, width, **shared, num_warps=warps
-        )
-    else:
-        tile = max(16, triton.next_power_of_2(rows))
-        block, width, warps, stages = _few_shape(outputs, is_gated=is_gated)
-        few_kernel[(triton.cdiv(outputs, block), 1)](
-            flat, weight_OI, bias, out, rows, outputs, flat.stride(0), size, tile, block, width, **shared,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    out = x_TI.new_empty((*x_TI.shape[:-1], outputs))
+    multiply(flat, weight_OI, bias_O, out.view(-1, outputs), is_gated=is_gated)
     return out
-
-
-def _one_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, int]:
-    """Outputs and inputs of a tile, and warps."""
-    width = 1024 if inputs >= 1024 else 1 << max(4, (inputs - 1).bit_length())
-    block = 4 if outputs < 32768 else 8
-    return (block // 2 if is_gated else block), width, 4
-
-
-def _few_shape(outputs: int, *, is_gated: bool) -> tuple[int, int, int, int]:
-    """Outputs and inputs of a tile, warps and stages."""
-    block = 16 if outputs < 8192 or is_gated else 32
-    return block, 128, 4, 4

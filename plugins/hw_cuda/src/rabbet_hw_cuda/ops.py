@@ -6,18 +6,23 @@ Shapes: T tokens, N hidden size, H heads, D head size.
 from __future__ import annotations
 
 import torch
-import triton
 
 from rabbet.contracts.layer_ops import LayerOps
-from rabbet_hw_cuda.launch import dependent
+from rabbet_hw_cuda.launch import Kernel, is_dependent
 from rabbet_hw_cuda.ops_kernels import gated_kernel, rms_norm_kernel, rotary_kernel
 
 __all__ = ["TritonLayerOps"]
 
+_rms_norm, _rotary, _gated = Kernel(rms_norm_kernel), Kernel(rotary_kernel), Kernel(gated_kernel)
 _HEADS = 4
 """Heads of a program: enough bytes to be worth one, and enough programs for one token."""
 _BLOCK = 1024
 _KINDS = {"none": 1, "tanh": 2}
+
+
+def _width(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _warps(width: int) -> int:
@@ -41,10 +46,10 @@ class TritonLayerOps(LayerOps):
         out = torch.empty(shape, dtype=x_TN.dtype, device=x_TN.device)
         rows = out.numel() // size if size else 0
         if rows:
-            width = triton.next_power_of_2(size)
-            rms_norm_kernel[(rows,)](
-                x_TN, x_TN, weight_N, out, outer_stride, inner_stride, inner, eps, size, width, False,
-                **dependent(x_TN), num_warps=_warps(width),
+            width = _width(size)
+            _rms_norm(
+                (rows, 1, 1), x_TN, x_TN, weight_N, out, outer_stride, inner_stride, inner, eps, size, width, False,
+                is_dependent(x_TN), num_warps=_warps(width),
             )  # fmt: skip
         return out
 
@@ -56,10 +61,10 @@ class TritonLayerOps(LayerOps):
         size = x_TN.shape[-1]
         rows = x_TN.numel() // size if size else 0
         if rows:
-            width = triton.next_power_of_2(size)
-            rms_norm_kernel[(rows,)](
-                x_TN, residual_TN, weight_N, x_TN, size, 0, 1, eps, size, width, True,
-                **dependent(x_TN), num_warps=_warps(width),
+            width = _width(size)
+            _rms_norm(
+                (rows, 1, 1), x_TN, residual_TN, weight_N, x_TN, size, 0, 1, eps, size, width, True,
+                is_dependent(x_TN), num_warps=_warps(width),
             )  # fmt: skip
         return x_TN, residual_TN
 
@@ -109,13 +114,13 @@ class TritonLayerOps(LayerOps):
             return q_THD, k_TKD
         num_kv_heads, half = k_TKD.shape[1], cos_sin_PR.shape[1] // 2
         rest = size - 2 * half
-        parts = triton.cdiv(num_heads, _HEADS) + triton.cdiv(num_kv_heads, _HEADS)
-        rotary_kernel[(num_tokens, parts)](
-            q_THD, k_TKD, positions_T, cos_sin_PR,
+        parts = -(-num_heads // _HEADS) + -(-num_kv_heads // _HEADS)
+        _rotary(
+            (num_tokens, parts, 1), q_THD, k_TKD, positions_T, cos_sin_PR,
             cos_sin_PR if q_weight_D is None else q_weight_D, cos_sin_PR if k_weight_D is None else k_weight_D, eps,
             q_THD.stride(0), q_THD.stride(1), k_TKD.stride(0), k_TKD.stride(1),
-            num_heads, num_kv_heads, size, half, triton.next_power_of_2(half), triton.next_power_of_2(rest) if rest else 0,
-            _HEADS, is_neox, q_weight_D is not None, **dependent(q_THD), num_warps=1,
+            num_heads, num_kv_heads, size, half, _width(half), _width(rest) if rest else 0,
+            _HEADS, is_neox, q_weight_D is not None, is_dependent(q_THD), num_warps=1,
         )  # fmt: skip
         return q_THD, k_TKD
 
@@ -133,7 +138,6 @@ class TritonLayerOps(LayerOps):
         out = torch.empty((*x_T2N.shape[:-1], size), dtype=x_T2N.dtype, device=x_T2N.device)
         rows = out.numel() // size if size else 0
         if rows:
-            gated_kernel[(rows, triton.cdiv(size, _BLOCK))](
-                x_T2N, out, 2 * size, size, _BLOCK, kind, **dependent(x_T2N), num_warps=4
-            )
+            grid = (rows, -(-size // _BLOCK), 1)
+            _gated(grid, x_T2N, out, 2 * size, size, _BLOCK, kind, is_dependent(x_T2N), num_warps=4)
         return out

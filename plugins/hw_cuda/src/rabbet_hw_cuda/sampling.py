@@ -9,11 +9,12 @@ import torch
 import triton
 
 from rabbet.contracts.platform import DrawBatch
-from rabbet_hw_cuda.launch import dependent
+from rabbet_hw_cuda.launch import Kernel, is_dependent
 from rabbet_hw_cuda.sampling_kernels import chunk_kernel, row_kernel
 
 __all__ = ["draw"]
 
+_chunk, _row = Kernel(chunk_kernel), Kernel(row_kernel)
 _BLOCK = 4096
 _ROWS_AT_ONCE = 32
 """Rows that are sorted together: a sort takes several times their memory."""
@@ -34,12 +35,12 @@ def draw(logits_BV: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
     chunks = triton.cdiv(vocab_size, _BLOCK)
     scores = torch.empty((count, chunks), dtype=torch.float32, device=logits_BV.device)
     ids = torch.empty((count, chunks), dtype=torch.int32, device=logits_BV.device)
-    options = dependent(logits_BV)
-    chunk_kernel[(count, chunks)](
-        logits_BV, batch.temperature_B, batch.seed_B, batch.index_B, scores, ids, logits_BV.stride(0), vocab_size,
-        _BLOCK, batch.is_random, **options, num_warps=8,
+    dependent = is_dependent(logits_BV)
+    _chunk(
+        (count, chunks, 1), logits_BV, batch.temperature_B, batch.seed_B, batch.index_B, scores, ids,
+        logits_BV.stride(0), vocab_size, _BLOCK, batch.is_random, dependent, num_warps=8,
     )  # fmt: skip
-    row_kernel[(count,)](scores, ids, out, chunks, triton.next_power_of_2(chunks), **options, num_warps=1)
+    _row((count, 1, 1), scores, ids, out, chunks, triton.next_power_of_2(chunks), dependent, num_warps=1)
     return out
 
 

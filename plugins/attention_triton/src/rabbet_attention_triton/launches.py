@@ -1,0 +1,10 @@
+"""The kernels as they are launched; imported where a device is about to be used."""
+
+from __future__ import annotations
+
+from rabbet_attention_triton.kernels import chunk_kernel, decode_kernel, store_kernel
+from rabbet_attention_triton.launch import Kernel, is_dependent
+
+__all__ = ["chunk", "decode", "is_dependent", "store"]
+
+store, decode, chunk = Kernel(store_kernel), Kernel(decode_kernel), Kernel(chunk_kernel)
