@@ -38,6 +38,7 @@ def parse_size(text: str, *, words: tuple[str, ...] = ()) -> int:
     stripped = text.strip()
     match = _SIZE.fullmatch(stripped)
     try:
+        stripped.encode("ascii")  # int() takes the digits of all scripts
         if match is None:
             return int(stripped)
         number, letter = match.groups()
@@ -184,8 +185,11 @@ def _mapping(text: str, annotation: Any) -> Any:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"is {_shown(text)}, but must be a JSON object or key=value")
-    is_text = get_args(annotation)[1:] == (str,)
-    return {key.strip(): value.strip() if is_text else scalar(value)}
+    inner = get_args(annotation)[1:]
+    if inner and dict in kinds_of(inner[0]) and "." in key:
+        head, _, key = key.partition(".")
+        return {head.strip(): {key.strip(): scalar(value)}}
+    return {key.strip(): value.strip() if inner == (str,) else scalar(value)}
 
 
 def _listing(text: str, annotation: Any) -> Any:

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rabbet.errors import RabbetError
+from rabbet.errors import RabbetError, shorten
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure throughput, latency, or a running server.", no_args_is_help=True)
+_MAX_LEN = 10_000_000
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _Output = Annotated[Path | None, typer.Option("--output-json", help="Write the figures to this file too")]
 _Seed = Annotated[int, typer.Option("--seed", help="Seed of the random prompts")]
@@ -60,8 +61,10 @@ def serve(
     *,
     url: Annotated[str, typer.Option("--url", help="Base URL of the server")] = "http://127.0.0.1:8000/v1",
     api_key: Annotated[str | None, typer.Option("--api-key", help="API key", envvar="RABBET_API_KEY")] = None,
-    num_clients: Annotated[int, typer.Option("--num-clients", help="Requests under way at once", min=1)] = 16,
-    duration_s: Annotated[float, typer.Option("--duration", help="Seconds", min=0)] = 60.0,
+    num_clients: Annotated[
+        int, typer.Option("--num-clients", help="Requests under way at once", min=1, max=10_000)
+    ] = 16,
+    duration_s: Annotated[float, typer.Option("--duration", help="Seconds", min=0, max=1e6)] = 60.0,
     input_len: _Lengths = "64:512",
     output_len: _Lengths = "32:128",
     seed: _Seed = 0,
@@ -89,9 +92,9 @@ def _range(text: str) -> tuple[int, int]:
     try:
         values = (int(low), int(high or low))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither N nor LOW:HIGH") from None
-    if not 1 <= values[0] <= values[1]:
-        raise typer.BadParameter(f"{text!r} must have 1 <= LOW <= HIGH")
+        raise typer.BadParameter(f"{shorten(text)} is neither N nor LOW:HIGH") from None
+    if not 1 <= values[0] <= values[1] <= _MAX_LEN:
+        raise typer.BadParameter(f"{shorten(text)} must have 1 <= LOW <= HIGH <= {_MAX_LEN}")
     return values
 
 

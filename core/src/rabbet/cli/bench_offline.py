@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbet.config.load import parse_configs
-from rabbet.errors import ConfigError, RabbetError
+from rabbet.errors import ConfigError, RabbetError, shorten
 from rabbet.front.llm import LLM
 from rabbet.front.outputs import RequestOutput
 from rabbet.types.sampling import SamplingParams
 
 __all__ = ["BenchError", "Shape", "run_latency", "run_throughput"]
+
+_MAX_TOKENS = 10**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,20 @@ class Shape:
     output_len: tuple[int, int]
     prefix_len: int
     seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what takes hours to draw, before a model is loaded.
+
+        Raises:
+            ConfigError: With the number of tokens and the limit.
+        """
+        total = self.num_prompts * (self.prefix_len + self.input_len[1] + self.output_len[1])
+        if total > _MAX_TOKENS:
+            raise ConfigError(
+                f"{shorten(self.num_prompts)} prompts are {shorten(total)} tokens with their outputs, more than "
+                f"{_MAX_TOKENS}; lower their number or --input-len, --output-len, --prefix-len",
+                field="num_prompts",
+            )
 
     def draw(self, vocab_size: int, repetition: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
         """Prompts and parameters; each repetition has other ids, so that a prefix cache gives no help."""

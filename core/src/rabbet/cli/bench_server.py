@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from rabbet.cli.talk import TalkError, api_base, first_model, message_of
+from rabbet.cli.talk import TalkError, api_base, first_model, headers_of, message_of
 
 __all__ = ["Load", "run_load"]
 
@@ -73,7 +73,7 @@ def run_load(load: Load) -> dict[str, Any]:
 
 async def _run(load: Load) -> dict[str, Any]:
     base = api_base(load.url)
-    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    headers = headers_of(load.api_key)
     with httpx.Client(headers=headers, timeout=60, trust_env=False) as client:
         model = first_model(client, base)
     sample = _Sample()

@@ -37,7 +37,7 @@ _Key = Annotated[str | None, typer.Option("--api-key", help="API key", envvar="R
 _Model = Annotated[str | None, typer.Option("--model", help="Model; the server's first by default")]
 _MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Limit on new tokens", min=1)]
 _Temperature = Annotated[
-    float | None, typer.Option("--temperature", help="Temperature; the server's default if not given")
+    float | None, typer.Option("--temperature", help="Temperature; the server's default if not given", min=0)
 ]
 _Quick = Annotated[str | None, typer.Option("--quick", "-q", help="Ask this once, print the answer and end")]
 _DEFAULT_URL = "http://127.0.0.1:8000/v1"

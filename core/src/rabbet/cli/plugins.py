@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rabbet._util.files import read_text
+from rabbet.errors import RabbetError
 
 if TYPE_CHECKING:
     from rabbet.registry.catalog import Catalog
@@ -153,7 +154,10 @@ def lock(context: typer.Context, file: _File = "rabbet.lock", as_json: _Json = F
     """Write which plugins are installed: versions, hashes, contracts; rabbet serve --plugins-locked FILE checks it."""
     state = _state(context, file)
     text = json.dumps(state, indent=2) + "\n"
-    Path(file).write_text(text, encoding="utf-8")
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RabbetError(f"the lock file {file} cannot be written: {error}") from error
     count = len(state["distributions"])
     typer.echo(text if as_json else f"{file}: {count} distributions", nl=not as_json)
 

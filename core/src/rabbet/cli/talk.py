@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import typer
 
-from rabbet.errors import RabbetError
+from rabbet.errors import ConfigError, RabbetError
 
-__all__ = ["Talk", "TalkError", "api_base", "first_model", "message_of"]
+__all__ = ["Talk", "TalkError", "api_base", "first_model", "headers_of", "message_of"]
 
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 _KEYS = "Ctrl+C stops an answer, Ctrl+D ends"
@@ -33,6 +33,17 @@ def api_base(url: str) -> str:
     """The URL that routes are appended to: it ends with ``/v1``."""
     base = url.rstrip("/")
     return base if base.endswith("/v1") else f"{base}/v1"
+
+
+def headers_of(api_key: str | None) -> dict[str, str]:
+    """What a request carries of a key.
+
+    Raises:
+        ConfigError: If no header can hold it.
+    """
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key goes into a header, so it holds printable ASCII characters only", field="api_key")
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def first_model(client: httpx.Client, base: str) -> str:
@@ -60,8 +71,7 @@ class Talk:
     def __init__(self, url: str, *, model: str | None, api_key: str | None, options: Mapping[str, Any]) -> None:
         """Connect; asks for the model's name if none is given."""
         self._base = api_base(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(timeout=_TIMEOUT, headers=headers, trust_env=False)
+        self._client = httpx.Client(timeout=_TIMEOUT, headers=headers_of(api_key), trust_env=False)
         self._options = {key: value for key, value in options.items() if value is not None}
         self._model = model or first_model(self._client, self._base)
 

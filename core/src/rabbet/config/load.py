@@ -102,7 +102,7 @@ def _assign(source: Source, name: str, value: Any, spelling: str, *, is_append: 
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     is_inner = len(place) > len(flag.place)
-    if isinstance(value, str) and not value.strip() and not is_inner and flag.path not in _MAY_BE_EMPTY:
+    if isinstance(value, str) and not value.strip(" ,\t") and not is_inner and flag.path not in _MAY_BE_EMPTY:
         # --api-key "$KEY" without the variable would open the server to everybody, --plugins-allow "$NAMES" to all plugins.
         raise ConfigError(f"{spelling}{inside} is empty; give a value or leave the option out", field=flag.path)
     try:

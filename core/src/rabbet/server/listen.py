@@ -32,9 +32,10 @@ def bind(server: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, server.port))
         listener.listen(_BACKLOG)
-    except OSError:
+    except (OSError, TypeError) as error:
         listener.close()
-        raise
+        # A name that has no form in ASCII.
+        raise (error if isinstance(error, OSError) else OSError(str(error))) from None
     return listener
 
 

@@ -53,7 +53,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
         return EXIT_CONFIG
     except OSError as error:
         option = "--uds" if server.uds else "--port"
-        logger.error("cannot listen on %s: %s; choose another %s", address_of(server), error.strerror or error, option)
+        logger.error("cannot listen on %s: %s; choose another %s", address_of(server)[:200], error.strerror or error, option)
         return EXIT_FAILED
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
