@@ -192,7 +192,7 @@ def _state(context: typer.Context, file: str) -> dict[str, Any]:
 def _catalog(options: list[str]) -> Catalog:
     """What is installed, under the policy that flags and environment give."""
     from rabbet.config.load import parse_configs
-    from rabbet.config.resolve import policy_of
+    from rabbet.config.policy import policy_of
     from rabbet.registry.catalog import Catalog
 
     return Catalog.scan(policy_of(parse_configs(options)[0]))

@@ -16,7 +16,8 @@ from socket import socket
 
 import uvicorn
 
-from rabbet.config.resolve import policy_of
+from rabbet._util.files import read_text
+from rabbet.config.policy import policy_of
 from rabbet.config.schema import EngineConfig, ServerConfig
 from rabbet.errors import ConfigError, EngineDeadError, InvalidRequestError, PluginError, RabbetError
 from rabbet.front.async_llm import AsyncLLM
