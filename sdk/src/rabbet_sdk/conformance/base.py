@@ -181,6 +181,10 @@ class PluginConformance:
         """No callable of ``rabbet`` is another one after the import."""
         assert not facts.patched, f"the import patches core: {', '.join(facts.patched)}"
 
+    def test_import_reaches_no_private_part_of_core(self, facts: ImportFacts) -> None:
+        """What is not public changes without notice (``rabbet_sdk.strict.host`` is the host that offers nothing else)."""
+        assert not facts.outside, "; ".join(facts.outside)
+
     def test_operators_stand_in_the_own_namespace(self, facts: ImportFacts, subject: Subject) -> None:
         """torch operators are registered under the distribution's import name."""
         package = subject.entry.value.partition(":")[0].partition(".")[0]

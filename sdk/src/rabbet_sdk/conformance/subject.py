@@ -26,6 +26,7 @@ import json, sys, threading
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.loader import load_entry
 from rabbet.registry.tamper import evidence
+from rabbet_sdk.strict.host import strict_host
 kind, name, owner = sys.argv[1:4]
 entry = next(e for e in Catalog.scan().entries if (e.kind, e.name, e.distribution) == (kind, name, owner))
 from importlib import import_module
@@ -41,12 +42,14 @@ roles = entry.provided.roles if entry.provided else ("worker",)
 if "front" not in roles:
     import torch, rabbet.layers
 old_ops = ops()
-load_entry(entry)
+package, outside = entry.value.partition(":")[0].partition(".")[0], []
+with strict_host("" if package == "rabbet" else package, outside):
+    load_entry(entry)
 print(json.dumps({
     "modules": sorted(set(sys.modules) - modules),
-    "threads": sorted(t.name for t in threading.enumerate() if t.ident not in threads and not t.daemon),
+    "threads": sorted(t.name for t in threading.enumerate() if t.ident not in threads),
     "cuda": "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized(),
-    "patched": [place for _, place in evidence()], "roles": list(roles),
+    "patched": [place for _, place in evidence()], "roles": list(roles), "outside": outside,
     "ops": sorted(ops() - old_ops) if "front" not in roles else []}))
 """
 
@@ -72,6 +75,7 @@ class ImportFacts:
         patched: Callables of ``rabbet`` that are not what they were.
         ops: torch operators that it registered.
         roles: Its roles.
+        outside: Imports of what of ``rabbet`` is not public.
     """
 
     error: str = ""
@@ -81,6 +85,7 @@ class ImportFacts:
     patched: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
 
 def find_entry(plugin: str) -> Entry:
@@ -128,4 +133,5 @@ def import_facts(plugin: str) -> ImportFacts:
         patched=tuple(facts["patched"]),
         ops=tuple(facts["ops"]),
         roles=tuple(facts["roles"]),
+        outside=tuple(facts["outside"]),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Mutant", "all_mutants", "mutant_kinds", "planter"]
 
-_NOT_KINDS = {"__init__", "base", "run"}
+_NOT_KINDS = {"__init__", "base", "level_one", "run"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,8 @@ def mutant_kinds() -> tuple[str, ...]:
 
 
 def all_mutants(kind: str) -> tuple[Mutant, ...]:
-    """The mutants of a kind."""
+    """The mutants of a kind, and those of every kind that are planted in it."""
+    from rabbet_sdk.mutants.level_one import LEVEL_ONE
+
     found: tuple[Mutant, ...] = import_module(f"rabbet_sdk.mutants.{kind}").MUTANTS
-    return found
+    return found + LEVEL_ONE.get(kind, ())
