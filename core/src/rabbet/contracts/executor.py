@@ -137,7 +137,9 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Run one step on all ranks; returns at once. Steps run in the order of the calls.
 
-        A failure of one rank fails the future; ``check_health`` raises from then on.
+        A failure of one rank fails the future with what happened, and the engine ends the requests of that step. If no
+        later step can run, as where ranks have lost step with one another, ``check_health`` raises from then on;
+        otherwise later steps give what they give without the failed one.
         """
 
     def evidence(self) -> Sequence[tuple[str, str]]:

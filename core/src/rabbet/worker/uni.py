@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from rabbet.contracts import Refusal, register_executor
 from rabbet.contracts.executor import Executor, ExecutorQuery, MemoryReport
 from rabbet.contracts.platform import SupportsAsyncSteps
@@ -77,13 +79,15 @@ class UniExecutor(Executor):
         """See ``Executor``."""
         if self._thread is None:
             return _Launched(partial(self._watched, self._watched(self._runner.launch, plan)))
-        return self._thread.submit(self._watched, self._runner.execute, plan)
+        return self._thread.submit(self._runner.execute, plan)
 
     def _watched(self, function: Callable[..., _T], *arguments: Any) -> _T:
         try:
             return function(*arguments)
+        except torch.OutOfMemoryError:
+            raise
         except BaseException as error:
-            # What the cache holds is unknown now.
+            # An error of a device stays: whatever is launched after it fails, too.
             self._death = EngineDeadError(f"a step failed: {error}")
             raise
 
