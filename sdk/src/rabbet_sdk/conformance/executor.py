@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rabbet_sdk.conformance.subject import Subject
 __all__ = ["ExecutorConformance"]
 
 _SIZES = (1, 2, 3, 8)
+_OVERTAKING_S = 0.5
 
 
 class ExecutorConformance(SupportsConformance):
@@ -107,6 +109,8 @@ class ExecutorConformance(SupportsConformance):
             # It samples from what the first one leaves in the row.
             futures.append(bench.go_on("a"))
             futures[1].add_done_callback(lambda _: order.append("second"))
+            # Time to overtake, for one that does; the first ends only with its release.
+            wait(futures[1:], timeout=_OVERTAKING_S)
         bench.release()
         assert [told(future)["a"] for future in futures] == [[8], [9]][: len(futures)], "the steps did not run in order"
         assert is_under_way, "execute waits for the step; the scheduler could not plan the next one meanwhile"
@@ -152,9 +156,9 @@ class ExecutorConformance(SupportsConformance):
         """Before loading, while idle and while a step runs: no thread, no process, nobody who waits; and again."""
         before, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
         made = [make(), make(script=(((5, WAIT), (8,)),)).ready()]
+        # Not released: it is under way when the end comes.
         waiting = made[1].start("a", 5, WAIT)
-        made[1].release()
-        for bench in made:
+        for bench in reversed(made):
             bench.executor.shutdown()
             bench.executor.shutdown()
             with pytest.raises(EngineDeadError):
