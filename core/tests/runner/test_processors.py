@@ -119,6 +119,33 @@ def test_a_processor_that_fails_for_a_request_fails_that_request_alone(
     assert again.sampled_token_ids == {"c": [21]} and not again.failed
 
 
+WRONG = {
+    "SystemExit": lambda _logits: sys.exit(0),
+    "RuntimeError": lambda _logits: (_ for _ in ()).throw(RuntimeError("no licence")),
+    "TypeError: nothing": lambda _logits: None,
+    "TypeError: list": lambda _logits: [[1.0]],
+    "TypeError: columns": lambda logits: logits[:, :3],
+    "TypeError: rows": lambda logits: logits[:0],
+    "TypeError: one row": lambda logits: logits[0],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_processor_that_fails_in_a_step_fails_the_rows_that_it_saw(
+    make: Callable[..., DeviceRunner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    runner = ready(make(logits_processors=["own_processors:Sharpen"]))
+    monkeypatch.setattr(Sharpen, "apply", lambda _self, batch: WRONG[name](batch.logits_BV))
+    sampled = {"temperature": 0.01, "seed": 1, "extra_args": {"skip": 1}}
+    result = runner.execute(first_step(new("a", 4, **skip(2)), new("r", 9, **sampled)))
+    assert result.failed == {"r": f"the logits processor own_processors:Sharpen failed: {name.partition(':')[0]}"}
+    assert result.sampled_token_ids == {"a": [5]}
+    assert "logits processor own_processors:Sharpen failed in apply()" in caplog.text
+    monkeypatch.undo()
+    again = runner.execute(first_step(new("c", 20), step_id=2, gone=("r",)))
+    assert again.sampled_token_ids == {"c": [21]} and not again.failed
+
+
 def test_a_processor_may_object_to_the_end_of_a_request_that_it_refused(make: Callable[..., DeviceRunner]) -> None:
     runner = ready(make(max_num_seqs=1, logits_processors=["own_processors:Exact"]))
     assert "failed: RuntimeError" in runner.execute(first_step(new("bad", 4, **skip(4)))).failed["bad"]

@@ -14,7 +14,7 @@ from rabbet.registry.entry import Entry, State
 from rabbet.registry.known import install_hint
 from rabbet.registry.lock import require_locked
 from rabbet.registry.names import nearest
-from rabbet.registry.onefile import stage_file
+from rabbet.registry.onefile import file_of, stage_file
 from rabbet.registry.policy import PluginPolicy, canonical_distribution
 
 __all__ = ["Catalog"]
@@ -163,6 +163,7 @@ def _staged(known: Sequence[Entry]) -> list[Entry]:
                     state=State.UNDECLARED,
                     reason="registered by this process; chosen by name only",
                     record=record,
+                    file=file_of(record.module),
                 )
             )
     return entries

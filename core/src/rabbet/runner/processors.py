@@ -12,6 +12,7 @@ import torch
 
 from rabbet.config.resolved import ResolvedConfig
 from rabbet.contracts.logits_processor import LogitsBatch, LogitsProcessor, LogitsProcessorContext
+from rabbet.errors import PluginError
 from rabbet.runner.inputs import SampleRow
 from rabbet.runner.slots import Row, Slots
 
@@ -47,7 +48,7 @@ class Processors:
         for name, processor in self._made:
             try:
                 processor.add(row.slot, row.sampling, prompt)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 logger.error("logits processor %s failed to take a request", name, exc_info=error)
                 self._refused.add((name, row.slot))
                 self._failed[row.slot] = f"the logits processor {name} failed: {type(error).__name__}"
@@ -60,10 +61,10 @@ class Processors:
         for name, processor in self._made:
             try:
                 processor.remove(row.slot)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 # One that failed to take the request may have nothing to give back, or only a part.
                 if (name, row.slot) not in self._refused:
-                    raise
+                    raise PluginError(f"the logits processor {name} failed in remove()") from error
                 logger.info("logits processor %s gave up a request that it had refused: %r", name, error)
             self._refused.discard((name, row.slot))
 
@@ -88,9 +89,16 @@ class Processors:
                 slots=[rows[i].row.slot for i in wanted],
                 output_token_ids=[_output(rows[i], slots) for i in wanted],
             )
-            result = processor.apply(batch)
-            if result is not logits_BV:
-                logits_BV[wanted] = result.to(logits_BV.dtype)
+            try:
+                result = processor.apply(batch)
+                if getattr(result, "shape", None) != part.shape:
+                    raise TypeError("apply() returned no tensor of the shape of its logits")
+                if result is not logits_BV:
+                    logits_BV[wanted] = result.to(logits_BV.dtype)
+            except (Exception, SystemExit) as error:
+                logger.error("logits processor %s failed in apply()", name, exc_info=error)
+                problems |= dict.fromkeys(wanted, f"the logits processor {name} failed: {type(error).__name__}")
+                continue
             bad = (~torch.isfinite(logits_BV[wanted].amax(dim=-1))).tolist()
             problems |= {
                 i: f"the logits processor {name} left no token to choose"
