@@ -9,7 +9,7 @@ import torch
 from rabbet_hw_cpu import native
 from rabbet_hw_cpu.attention import CpuAttention
 
-from rabbet.contracts.attention import AttentionContext, AttentionLayerSpec, AttentionQuery
+from rabbet.contracts.attention import AttentionContext, AttentionLayerSpec, AttentionQuery, GraphSupport
 from rabbet.contracts.batch import AttentionBatch
 from rabbet.types.kv import KVCacheSpec
 
@@ -277,7 +277,7 @@ def test_layouts_of_one_shape_have_names_of_their_own(path: str) -> None:
     [
         ({"dtype": "float16"}, "DTYPE"), ({"kv_cache_dtype": "fp8"}, "KV_DTYPE"), ({"head_dim": 72, "head_dim_v": 72}, "HEAD_DIM"),
         ({"head_dim_v": 32}, "HEAD_DIM"), ({"block_size": 8}, "BLOCK_SIZE"), ({"has_alibi": True}, "ALIBI"),
-        ({"is_causal": False}, "CAUSAL"), ({"device_type": "cuda"}, "DEVICE"), ({"features": frozenset({"graphs"})}, "FEATURE"),
+        ({"is_causal": False}, "CAUSAL"), ({"device_type": "cuda"}, "DEVICE"), ({"features": frozenset({"log_sum_exp"})}, "FEATURE"),
         ({"num_heads": 5}, "HEADS"),
     ],
 )  # fmt: skip
@@ -288,6 +288,16 @@ def test_what_would_be_computed_wrongly_is_refused(change: dict, code: str) -> N
     }  # fmt: skip
     assert code in [refusal.code for refusal in CpuAttention.supports(AttentionQuery(**(fields | change)))]
     assert CpuAttention.supports(AttentionQuery(**fields)) == ()
+
+
+def test_graphs_need_the_compiled_kernels(path: str) -> None:
+    query = AttentionQuery(
+        device_type="cpu", arch="", dtype="float32", kv_cache_dtype="float32", num_heads=6, num_kv_heads=2, head_dim=64,
+        head_dim_v=64, block_size=16, features=frozenset({"graphs"}),
+    )  # fmt: skip
+    codes = [refusal.code for refusal in CpuAttention.supports(query)]
+    assert codes == (["MISSING_LIBRARY"] if path == "torch" else [])
+    assert (CpuAttention.graph_support() is GraphSupport.NEVER) == (path == "torch")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

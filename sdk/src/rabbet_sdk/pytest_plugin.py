@@ -19,6 +19,7 @@ __all__ = ["SEED", "fake_dist", "faulty_store", "null_platform", "scripted_propo
 
 SEED = 20260101
 _CHILDREN = pytest.StashKey[Any]()
+_FAILED = pytest.StashKey[set[Any]]()
 _LETTERS = {"unclaimed": "u", "unavailable": "n", "pending": "p", "crashed": "C", "timeout": "T"}
 
 
@@ -35,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--rabbet-one-child", dest="rabbet_one_child", action="store_true",
         help="run the dangerous tests of all classes in one child process, not in one a class",
+    )  # fmt: skip
+    group.addoption(
+        "--rabbet-first-failure", dest="rabbet_first_failure", action="store_true",
+        help="leave out the rest of a class once one of its tests has failed",
     )  # fmt: skip
     group.addoption("--rabbet-child", dest="rabbet_child", metavar="FILE", help="internal: results of a child process")
 
@@ -84,6 +89,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where the first failure is enough, nothing follows it."""
+    if item.config.getoption("rabbet_first_failure") and _suite(item) in item.config.stash.get(_FAILED, ()):
+        pytest.skip("a test of this class has failed")
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Tell the parent which test runs, before it can crash."""
     if _child_file is not None:
@@ -126,6 +137,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.outcome, report.rabbet_outcome = "skipped", "pending"
             report.longrepr = (str(item.path), 0, f"pending: {raised}")
     if report.failed:
+        item.config.stash.setdefault(_FAILED, set()).add(suite)
         seed = item.config.getoption("rabbet_seed")
         report.sections.append(("stand-alone script", script(suite, item.name, seed)))
 

@@ -119,7 +119,8 @@ class AttentionLayerSpec:
     Attributes:
         name: Its name in the model, unique.
         scale: Factor of the logits, usually D ** -0.5.
-        window: Sliding window: a token at p sees p - window + 1 .. p; None sees all.
+        window: Sliding window: a token at p sees p - window + 1 .. p, and where the batch is not causal as far the other
+            way, .. p + window - 1, its request's tokens only; None sees all.
         soft_cap: Cap of the logits, or None.
         sinks: [H] learned logits, or None.
         alibi_slopes: float32 [H], or None.
@@ -143,7 +144,16 @@ class AttentionLayerSpec:
 
 
 class GraphSupport(Enum):
-    """Which batches a backend can be captured for."""
+    """Which batches a backend can be captured for: none, those with one query token a request (``DECODE``), with equally
+    many a request (``UNIFORM``), or any.
+
+    ``build_metadata`` and ``forward`` run inside of the capture, on tensors whose addresses stay. Before a replay the engine
+    changes what stands in ``seq_lens``, ``positions``, ``block_table`` and ``slot_mapping``, in queries, keys and values;
+    numbers of requests and tokens and ``query_start`` are those of the capture, and so may be what the host holds of the
+    lengths. ``max_seq_len`` is the longest possible, tables have their full width, and rows that a batch is filled up with
+    have no slots and the null block as their table. Not to be looked at on the host: any value of a tensor but those of
+    ``query_start_cpu``.
+    """
 
     NEVER = "never"
     DECODE = "decode"
@@ -181,7 +191,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def graph_support(cls) -> GraphSupport:
-        """Which batches may be captured in a device graph."""
+        """Which batches may be captured in a device graph; other than ``NEVER`` if ``supports`` accepts ``graphs``."""
         return GraphSupport.NEVER
 
     def __init__(self, context: AttentionContext) -> None:

@@ -38,7 +38,8 @@ class AttentionBatch:
             request does not use (past its end, or left of a sliding window) are the null block or stale: never read them.
         slot_mapping: int64 [T] on the device: block * block_size + offset where the token's key and value go;
             -1 writes nothing.
-        is_causal: Each token sees itself and what is before it; otherwise all of its request.
+        is_causal: Each token sees itself and what is before it; otherwise all of its request. Windows as in
+            ``AttentionLayerSpec``.
     """
 
     num_requests: int

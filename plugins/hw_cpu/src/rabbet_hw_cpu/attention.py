@@ -76,7 +76,9 @@ class CpuAttention(AttentionBackend):
             refuse("ALIBI", "ALiBi slopes are not implemented")
         if not query.is_causal:
             refuse("CAUSAL", "attention that is not causal is not implemented")
-        for feature in sorted(query.features - {"mixed_batch", "sliding_window", "soft_cap", "sinks", "gqa"}):
+        if "graphs" in query.features and native.library() is None:
+            refuse("MISSING_LIBRARY", "graphs need the compiled kernels, which were not built", "reinstall with a C++ compiler")
+        for feature in sorted(query.features - {"mixed_batch", "sliding_window", "soft_cap", "sinks", "gqa", "graphs"}):
             refuse("FEATURE", f"{feature} is not implemented")
         return tuple(refusals)
 

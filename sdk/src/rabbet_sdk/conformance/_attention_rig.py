@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from rabbet.contracts.attention import AttentionBackend, AttentionContext, AttentionLayerSpec, AttentionQuery
 from rabbet.contracts.batch import AttentionBatch
+from rabbet.contracts.kv_cache_dtype import KVCacheDtype, KVDtypeQuery, PageFormat
+from rabbet.errors import PluginError
 from rabbet.types.kv import CacheKind, KVCacheSpec
+from rabbet_sdk.conformance.subject import load_subject
 from rabbet_sdk.oracles.attention import attention
 
 __all__ = ["Request", "Rig", "Setup"]
 
 _STORED = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""KV-cache dtypes that are tested where no plugin of the name is installed: a byte an element, one scale a layer."""
+
+
+@cache
+def _coded(name: str) -> type[KVCacheDtype] | None:
+    """The installed KV-cache dtype of a name."""
+    try:
+        return load_subject(f"kv_cache_dtype/{name}").plugin_class
+    except PluginError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,21 +73,41 @@ class Setup:
         return AttentionQuery(
             device_type=self.device, arch=self.arch, dtype=self.dtype, num_heads=self.heads,
             kv_cache_dtype=self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
-            num_kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v or self.head_dim,
+            num_kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.size_v,
             block_size=self.block_size, window=self.window, has_soft_cap=self.soft_cap is not None,
             has_sinks=self.has_sinks, has_alibi=self.has_alibi, is_causal=self.is_causal, features=self.extra,
         )  # fmt: skip
 
+    @property
+    def size_v(self) -> int:
+        """Elements of a value head."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def codes(self) -> type[KVCacheDtype] | None:
+        """The KV-cache dtype, if it is a plugin's."""
+        return None if self.kv_cache_dtype == "auto" else _coded(self.kv_cache_dtype)
+
+    def page_format(self) -> PageFormat:
+        """How a token is stored."""
+        if self.codes is not None:
+            return self.codes.page_format(KVDtypeQuery(
+                device_type=self.device, arch=self.arch, dtype=self.dtype, num_kv_heads=self.kv_heads,
+                head_dim=self.head_dim, head_dim_v=self.size_v,
+            ))  # fmt: skip
+        name = self.dtype if self.kv_cache_dtype == "auto" else _STORED.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        size = getattr(torch, name).itemsize
+        return PageFormat(storage_dtype=name, bytes_per_token=self.kv_heads * (self.head_dim + self.size_v) * size)
+
     def spec(self) -> KVCacheSpec:
         """The cache of the layer."""
-        name = self.dtype if self.kv_cache_dtype == "auto" else _STORED.get(self.kv_cache_dtype, self.kv_cache_dtype)
-        sizes = self.head_dim + (self.head_dim_v or self.head_dim)
-        size = torch.empty(0, dtype=getattr(torch, name)).element_size()
+        form = self.page_format()
         return KVCacheSpec(
             kind=CacheKind.FULL_ATTENTION if self.window is None else CacheKind.SLIDING_WINDOW,
             block_size=self.block_size, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v or self.head_dim, dtype=name, window=self.window,
-            page_size_bytes=self.block_size * self.kv_heads * sizes * size,
+            head_dim_v=self.size_v, dtype=form.storage_dtype, window=self.window,
+            page_size_bytes=self.block_size * (form.bytes_per_token + form.scale_bytes_per_token),
+            kv_cache_dtype="" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
         )  # fmt: skip
 
 
@@ -111,7 +145,10 @@ class Rig:
         self.whole = torch.empty(
             (self.num_blocks + 2, *layout.shape), dtype=getattr(torch, layout.dtype), device=self.device
         )
-        self.whole.view(-1).fill_(self.fill if self.whole.dtype.is_floating_point else 127)
+        if self.whole.dtype.is_floating_point:
+            self.whole.fill_(self.fill)
+        else:  # NaN where a scale stands, whatever its type, or else small numbers
+            self.whole.view(torch.uint8).fill_(255 if self.fill != self.fill else 60)
         self.cache = self.whole[1:-1]
         context = AttentionContext(
             spec=spec, query=setup.query(), device=self.device, max_num_tokens=512, max_num_requests=32,
@@ -127,7 +164,9 @@ class Rig:
 
     def new_layer(self) -> AttentionLayerSpec:
         """Constants as the setup asks for them."""
-        setup = self.setup
+        setup, scales = self.setup, dict[str, Any](zip(("k_scale", "v_scale"), self.setup.kv_scales, strict=True))
+        if setup.page_format().has_head_scales:
+            scales = {"k_head_scales": self.head_scales(0), "v_head_scales": self.head_scales(1)}
         return AttentionLayerSpec(
             name="layers.0.attn",
             scale=setup.scale or setup.head_dim**-0.5,
@@ -135,9 +174,22 @@ class Rig:
             soft_cap=setup.soft_cap,
             sinks=self.random(setup.heads) if setup.has_sinks else None,
             alibi_slopes=self.random(setup.heads).abs().float() * 0.1 if setup.has_alibi else None,
-            k_scale=setup.kv_scales[0],
-            v_scale=setup.kv_scales[1],
+            **scales,
         )
+
+    def head_scales(self, which: int) -> torch.Tensor:
+        """float32 [K]: of keys (0) or values (1); other ones for each head where the KV-cache dtype has them."""
+        scales = torch.full((self.setup.kv_heads,), self.setup.kv_scales[which], device=self.device)
+        if self.setup.page_format().has_head_scales:
+            scales = scales * torch.tensor([1.0, 0.25, 2.0], device=self.device)[torch.arange(len(scales)) % 3]
+        return scales
+
+    def stored(self, tensor: torch.Tensor, which: int) -> torch.Tensor:
+        """What true keys (0) or values (1) are in the cache, float64."""
+        if self.setup.codes is not None:
+            return self.setup.codes.round_trip(tensor, self.head_scales(which)).double()
+        scale = self.setup.kv_scales[which]
+        return (tensor / scale).to(getattr(torch, self.setup.spec().dtype)).to(torch.float64) * scale
 
     def request(self, length: int) -> Request:
         """A request of ``length`` tokens with blocks in random order."""
@@ -145,7 +197,7 @@ class Rig:
         return Request(
             q=self.random(length, setup.heads, setup.head_dim),
             k=self.random(length, setup.kv_heads, setup.head_dim),
-            v=self.random(length, setup.kv_heads, setup.head_dim_v or setup.head_dim),
+            v=self.random(length, setup.kv_heads, setup.size_v),
             blocks=[self._free.pop() for _ in range(-(-length // setup.block_size))],
         )
 
@@ -185,7 +237,7 @@ class Rig:
 
     def output(self, tokens: int) -> torch.Tensor:
         """[tokens, H, E], full of the fill."""
-        shape = (tokens, self.setup.heads, self.setup.head_dim_v or self.setup.head_dim)
+        shape = (tokens, self.setup.heads, self.setup.size_v)
         return torch.full(shape, self.fill, dtype=self.dtype, device=self.device)
 
     def step(self, rows: Sequence[tuple[Request, int]], *, padding: int = 0, writes: bool = True) -> list[torch.Tensor]:
@@ -197,6 +249,12 @@ class Rig:
         for request, count in rows:
             request.done += count
         return list(torch.split(out[: batch.num_tokens], [count for _, count in rows]))
+
+    def started(self, before: int, now: int) -> Request:
+        """A request with ``before`` tokens in the cache and ``now`` to come."""
+        request = self.request(before + now)
+        self.step([(request, before)])
+        return request
 
     def prepare(self, history: Sequence[tuple[int, int]]) -> list[tuple[Request, int]]:
         """Requests of (tokens before, tokens now); what is before goes through the backend, request by request."""
@@ -211,10 +269,7 @@ class Rig:
 
     def expected(self, request: Request, count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """The right outputs of the latest ``count`` tokens of ``request``."""
-        done, stored = request.done, getattr(torch, self.setup.spec().dtype)
-        keys, values = (
-            (tensor[:done] / scale).to(stored).to(torch.float64) * scale
-            for tensor, scale in zip((request.k, request.v), self.setup.kv_scales, strict=True)
-        )
+        done = request.done
+        keys, values = (self.stored(tensor[:done], which) for which, tensor in enumerate((request.k, request.v)))
         q = request.q[done - count : done]
         return attention(self.layer, q, keys, values, dtype=dtype, is_causal=self.setup.is_causal)

@@ -3,12 +3,13 @@
 Claims of a manifest that it reads (a key that is left out restricts nothing, a feature has to be named):
 
 * ``device``, ``arch``, ``dtype``: as in ``AttentionQuery``.
-* ``kv_cache_dtype``: names of KV-cache dtypes; ``auto`` is the model's own dtype.
+* ``kv_cache_dtype``: names of KV-cache dtypes; ``auto`` is the model's own dtype. What stored numbers are says the installed
+  plugin of the name (``round_trip``); ``fp8_e4m3`` and ``fp8_e5m2`` are known without one.
 * ``head_dim``: sizes of query and key heads; ``block_size``: tokens a block.
 * ``kv_layout``: names that ``kv_layout`` may give.
 * ``features``: of ``gqa``, ``sliding_window``, ``soft_cap``, ``sinks``, ``alibi``, ``mixed_batch`` (decodes and chunks in one
-  step), ``non_causal``, ``graphs``, ``log_sum_exp``, ``batch_invariant`` (a request's outputs are bitwise the same whatever
-  shares its step and however it is cut into chunks), ``uneven_head_dim_v``.
+  step), ``non_causal``, ``graphs`` (batches of ``graph_support`` can be captured), ``log_sum_exp``, ``batch_invariant`` (a
+  request's outputs are bitwise the same whatever shares its step and however it is cut into chunks), ``uneven_head_dim_v``.
 
 Keys and values go in and outputs come out through ``forward`` alone, so that every layout can be tested; what must stay
 untouched is compared byte by byte, whatever it means.
@@ -23,10 +24,11 @@ import pytest
 import torch
 
 from rabbet.contracts.attention import GraphSupport
+from rabbet_sdk.conformance._attention_graphs import Static, captured, held
 from rabbet_sdk.conformance._attention_rig import Rig, Setup
 from rabbet_sdk.conformance.base import SupportsConformance
 from rabbet_sdk.conformance.cases import Case, Claims, cases
-from rabbet_sdk.conformance.outcome import dangerous, level
+from rabbet_sdk.conformance.outcome import dangerous, level, unavailable
 from rabbet_sdk.conformance.subject import Subject
 from rabbet_sdk.numerics import assert_within
 
@@ -73,7 +75,7 @@ class AttentionConformance(SupportsConformance):
             device=cls.device.partition(":")[0],
             arch=arch,
             dtype=first("dtype", "float32", ("bfloat16", "float16")),
-            kv_cache_dtype=first("kv_cache_dtype", "auto", ("fp8_e4m3", "fp8_e5m2")),
+            kv_cache_dtype=first("kv_cache_dtype", "auto", _kv_names(claims)),
             head_dim=first("head_dim", 64, _HEAD_DIMS),
             block_size=first("block_size", 16, _BLOCK_SIZES),
         )
@@ -95,7 +97,7 @@ class AttentionConformance(SupportsConformance):
         size = base.block_size
         values: dict[str, dict[str, Any]] = {"base": {}}
         values |= {f"dtype_{name}": {"dtype": name} for name in ("float32", "bfloat16", "float16")}
-        values |= {f"kv_{name}": {"kv_cache_dtype": name} for name in ("auto", "fp8_e4m3", "fp8_e5m2")}
+        values |= {f"kv_{name}": {"kv_cache_dtype": name} for name in _kv_names(claims)}
         values |= {f"head_dim_{size}": {"head_dim": size} for size in _HEAD_DIMS}
         values |= {f"block_{size}": {"block_size": size} for size in _BLOCK_SIZES}
         values |= {
@@ -104,6 +106,7 @@ class AttentionConformance(SupportsConformance):
         }
         windows = {"one": 1, "below_block": size - 1, "block": size, "above_block": size + 1, "longer": 9 * size}
         values |= {f"window_{name}": {"window": window} for name, window in windows.items() if window}
+        values["window_non_causal"] = {"window": size // 2, "is_causal": False}
         values |= {
             "soft_cap": {"soft_cap": 2.0},
             "sinks": {"has_sinks": True},
@@ -169,7 +172,8 @@ class AttentionConformance(SupportsConformance):
     @classmethod
     def plain_cases(cls, claims: Claims) -> list[Case]:
         """Setups for what must hold whatever is computed: each claimed dtype, with and without a window."""
-        wanted = ("base", "dtype_bfloat16", "dtype_float16", "window_above_block", "heads_8_2", "kv_fp8_e4m3")
+        wanted = {"base", "dtype_bfloat16", "dtype_float16", "window_above_block", "heads_8_2", "kv_fp8_e4m3"}
+        wanted |= {f"kv_{name}" for name in claims.values("kv_cache_dtype") if name != "auto"}
         return [case for case in cls.setup_cases(claims) if case.id in wanted]
 
     @pytest.fixture
@@ -204,7 +208,9 @@ class AttentionConformance(SupportsConformance):
         assert not foreign, f"block sizes {foreign} are not claimed"
         support = subject.plugin_class.graph_support()
         assert isinstance(support, GraphSupport)
-        assert support is not GraphSupport.NEVER or not subject.claims.has("graphs"), "graphs are claimed and refused"
+        query = replace(self.base(subject.claims), extra=frozenset({"graphs"})).query()
+        is_accepted = not subject.plugin_class.supports(query)
+        assert (support is not GraphSupport.NEVER) == is_accepted, f"graph_support is {support.name}, supports differs"
 
     @level(2)
     @dangerous
@@ -226,24 +232,26 @@ class AttentionConformance(SupportsConformance):
     @dangerous
     @cases("window_cases")
     def test_window_means_what_the_contract_says(self, rig: Any, case: Case) -> None:
-        """A token at p sees p - window + 1 .. p: with equal scores the output is the mean of these positions."""
+        """A token at p sees p - window + 1 .. p, or .. p + window - 1: with equal scores the mean of these positions."""
         it = rig(case.value)
         request = it.request(2 * case.value.block_size + 5)
         total = len(request.q)
         request.q.zero_()
         at = torch.arange(total, dtype=torch.float64, device=it.device)
         request.v.copy_((at / 16).to(it.dtype).view(-1, 1, 1).expand_as(request.v))
-        stored = request.v[:, 0, 0].to(getattr(torch, case.value.spec().dtype)).double()
+        stored = it.stored(request.v, 1)[:, 0, 0]
         for count in (total - 3, 1, 2):
             first = request.done
             (got,) = it.step([(request, count)])
             for offset in range(count):
                 p = first + offset
-                low = max(0, p - case.value.window + 1)
-                mean, near = float(stored[low : p + 1].mean()), float(got[offset].double().mean())
+                low, high = max(0, p - case.value.window + 1), p
+                if not case.value.is_causal:
+                    high = min(first + count - 1, p + case.value.window - 1)
+                mean, near = float(stored[low : high + 1].mean()), float(got[offset].double().mean())
                 assert abs(mean - near) < 0.02, (
                     f"token {p} with a window of {case.value.window}: mean position {16 * near:.2f}, "
-                    f"of {low}..{p} it is {16 * mean:.2f}"
+                    f"of {low}..{high} it is {16 * mean:.2f}"
                 )
 
     @level(2)
@@ -389,6 +397,56 @@ class AttentionConformance(SupportsConformance):
         (single,) = one.step([(one.request(5), 5)])
         assert single.isfinite().all()
 
+    # ---- graphs
+
+    @classmethod
+    def graph_cases(cls, claims: Claims) -> list[Case]:
+        """What a capture is tried with."""
+        found = [case for case in cls.plain_cases(claims) if case.id != "heads_8_2"]
+        wanted = [cls._case(claims, case.id, replace(case.value, extra=frozenset({"graphs"}))) for case in found]
+        return [replace(case, value=replace(case.value, extra=frozenset())) for case in wanted]
+
+    def _replays(self, rig: Any, subject: Subject, setup: Setup, capture: Any) -> None:
+        """Several steps through one capture: other requests, lengths, blocks and slots, and rows without a request."""
+        support = subject.plugin_class.graph_support()
+        if support is GraphSupport.NEVER:
+            unavailable("graphs are claimed, but not supported on this machine")
+        shapes = [(1, 1, 1)]
+        shapes += [(3, 3, 3)] if support in (GraphSupport.UNIFORM, GraphSupport.ALWAYS) else []
+        shapes += [(4, 1, 2)] if support is GraphSupport.ALWAYS else []
+        size = setup.block_size
+        for counts in shapes:
+            it = rig(setup)
+            static, replay = Static(rig=it, counts=counts), None
+            one = [it.started(before, 3 * now) for before, now in zip((5, size - 1, 3), counts, strict=True)]
+            two = [it.started(before, now) for before, now in zip((2 * size, 2, size), counts, strict=True)]
+            for requests in ([None] * 3, one, two, [one[2], None, one[0]], [None, one[1], None]):
+                rows = [None if who is None else (who, now) for who, now in zip(requests, counts, strict=True)]
+                static.load(rows)
+                before = it.whole.clone()
+                if replay is None:
+                    replay = capture(static)
+                else:
+                    replay()
+                touched = {slot // size + 1 for slot in static.batch.slot_mapping.tolist() if slot >= 0}
+                spoilt = [p - 1 for p in range(len(before)) if p not in touched and not _same(before[p], it.whole[p])]
+                assert not spoilt, f"blocks {spoilt} were written; the step has no slots in them"
+                self._near(it, [row for row in rows if row is not None], static.outputs(rows))
+
+    @level(3)
+    @dangerous
+    @cases("graph_cases")
+    def test_steps_follow_their_buffers(self, rig: Any, subject: Subject, case: Case) -> None:
+        """Lengths, tables and slots are read where they stand, as they are now, and nothing of the host's is."""
+        self._replays(rig, subject, case.value, held)
+
+    @level(3)
+    @dangerous
+    @cases("graph_cases")
+    def test_replays_equal_plain_steps(self, rig: Any, subject: Subject, case: Case) -> None:
+        """Captured by the platform that is installed for the device, with metadata built inside of the capture."""
+        self._replays(rig, subject, case.value, captured)
+
     @level(2)
     @dangerous
     @cases("plain_cases")
@@ -404,6 +462,11 @@ class AttentionConformance(SupportsConformance):
         for request, count in rows:
             request.done += count
         self._near(it, rows, out.split([count for _, count in rows]))
+
+
+def _kv_names(claims: Claims) -> tuple[str, ...]:
+    """Names of KV-cache dtypes: known ones, then what is claimed."""
+    return tuple(dict.fromkeys(("auto", "fp8_e4m3", "fp8_e5m2", *claims.values("kv_cache_dtype"))))
 
 
 _HEAD_DIMS = (32, 64, 72, 80, 96, 128, 192, 256, 512)

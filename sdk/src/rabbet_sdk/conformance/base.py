@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -33,9 +34,22 @@ from rabbet_sdk.conformance.subject import ImportFacts, Subject, find_entry, imp
 __all__ = ["PluginConformance", "SupportsConformance", "suite_of"]
 
 
+@cache
+def _claims_of(cls: Any) -> Claims:
+    provided = find_entry(cls.plugin).provided
+    return Claims(provided.claims if provided else {})
+
+
 def suite_of(cls: type) -> type:
     """The suite that a test class derives from: the nearest class of ``rabbet_sdk.conformance`` above it."""
     return next(base for base in cls.__mro__ if base.__module__.startswith("rabbet_sdk.conformance"))
+
+
+class _ClaimedDevice:
+    """The first device that the manifest claims; a subclass may set another one in its place."""
+
+    def __get__(self, suite: PluginConformance | None, cls: type[PluginConformance]) -> str:
+        return str(next(iter(cls.claims().values("device")), "cpu")) if cls.plugin else "cpu"
 
 
 class PluginConformance:
@@ -43,7 +57,7 @@ class PluginConformance:
 
     Attributes:
         plugin: ``kind/name`` (or ``kind/distribution:name``) of the plugin.
-        device: Device that tests compute on.
+        device: Device that tests compute on; left out, the first of the claims, or else the CPU.
         options: Options that the plugin is built with.
         expected_failures: ``test_name[case]`` or ``test_name``, without ``test_``, to ``xfail(reason, until=...)``.
         knobs: Attributes that a subclass may set.
@@ -51,16 +65,15 @@ class PluginConformance:
 
     kind: ClassVar[str] = ""
     plugin: ClassVar[str] = ""
-    device: ClassVar[str] = "cpu"
+    device: ClassVar[str] = _ClaimedDevice()  # type: ignore[assignment]
     options: ClassVar[Mapping[str, Any]] = {}
     expected_failures: ClassVar[Mapping[str, ExpectedFailure]] = {}
     knobs: ClassVar[frozenset[str]] = frozenset({"plugin", "device", "options", "expected_failures"})
 
     @classmethod
     def claims(cls) -> Claims:
-        """The manifest's claims; read without importing the plugin."""
-        provided = find_entry(cls.plugin).provided
-        return Claims(provided.claims if provided else {})
+        """The manifest's claims; read without importing the plugin, and once a class: every test and case asks for them."""
+        return _claims_of(cls)  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Turn ``@cases`` into parameters."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from rabbet.contracts import register_attention_backend
+from rabbet.contracts import Refusal, register_attention_backend
+from rabbet.contracts.attention import AttentionQuery, GraphSupport
 from rabbet_sdk.mutants.base import Mutant
 from rabbet_sdk.strict.attention import StrictAttention
 
@@ -18,10 +19,92 @@ __all__ = ["MUTANTS"]
 _plain = StrictAttention.forward
 
 
-def _plant(name: str, caught_by: str, story: str, claims: str | None = None, **methods: Any) -> Mutant:
-    """Register a class with other methods than the twin's, as an attribute of this module."""
+class GraphAttention(StrictAttention):
+    """Can be captured: tables and lengths are read where they stand, by operations whose sizes never change."""
+
+    @classmethod
+    def supports(cls, query: AttentionQuery) -> tuple[Refusal, ...]:
+        """Plain causal attention with windows."""
+        asked = {"soft_cap": query.has_soft_cap, "sinks": query.has_sinks, "alibi": query.has_alibi,
+                 "non_causal": not query.is_causal, "batch_invariant": "batch_invariant" in query.features}  # fmt: skip
+        rest = StrictAttention.supports(replace(query, features=query.features - {"graphs", "batch_invariant"}))
+        return (*rest, *(Refusal(code="FEATURE", message=f"no {name}") for name, is_on in asked.items() if is_on))
+
+    @classmethod
+    def graph_support(cls) -> GraphSupport:
+        """Any batch: which token belongs to which request is the capture's."""
+        return GraphSupport.ALWAYS
+
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, out: Any) -> None:
+        """Every token over every place that its request may have."""
+        count = metadata.num_tokens
+        slots = metadata.slot_mapping[:count]
+        # Without a slot the null block takes its own numbers once more.
+        at, is_kept = slots.clamp_min(0), (slots >= 0).view(-1, 1, 1)
+        new = torch.cat((k[:count] / layer.k_scale, v[:count] / layer.v_scale), dim=-1).to(kv_cache.dtype)
+        places = kv_cache.flatten(0, 1)
+        places.index_copy_(0, at, torch.where(is_kept, new, places.index_select(0, at)))
+        starts = metadata.query_start_cpu.tolist()
+        rows = [row for row, start in enumerate(starts[:-1]) for _ in range(start, starts[row + 1])]
+        pages = kv_cache.index_select(0, metadata.block_table.flatten().long())
+        stored = pages.unflatten(0, metadata.block_table.shape).flatten(1, 2).float()
+        for token in range(count):
+            row, position = rows[token], metadata.positions[token]
+            distance = torch.arange(stored.shape[1]) - position
+            is_seen = (distance <= 0) & (distance > -(layer.window or stored.shape[1]))
+            seen = torch.where(is_seen.view(-1, 1, 1), stored[row], 0.0)
+            keys, values = seen[..., : q.shape[2]] * layer.k_scale, seen[..., q.shape[2] :] * layer.v_scale
+            heads = q[token].float().view(seen.shape[1], -1, q.shape[2])
+            scores = torch.einsum("kgd,lkd->kgl", heads, keys) * layer.scale
+            weights = torch.softmax(scores.masked_fill(~is_seen, float("-inf")), dim=-1)
+            out[token] = torch.einsum("kgl,lke->kge", weights, values).flatten(0, 1)
+
+
+_GRAPHS = """device = ["cpu"]
+dtype = ["float32", "bfloat16"]
+kv_cache_dtype = ["auto"]
+features = ["sliding_window", "gqa", "mixed_batch", "uneven_head_dim_v", "graphs"]
+"""
+
+
+def _host_lengths(self: Any, batch: Any) -> Any:
+    """Positions from what the host holds."""
+    counts = torch.diff(batch.query_start_cpu)
+    ends = torch.repeat_interleave(batch.seq_lens_cpu - batch.query_start_cpu[1:], counts, output_size=batch.num_tokens)
+    return replace(batch, positions=torch.arange(batch.num_tokens) + ends)
+
+
+def _cut_tables(self: Any, batch: Any) -> Any:
+    width = -(-int(batch.seq_lens_cpu.max()) // self.context.spec.block_size)
+    return replace(batch, block_table=batch.block_table[:, :width])
+
+
+def _kept_tables(self: Any, batch: Any) -> Any:
+    """Copies a table once for each size."""
+    kept = self.__dict__.setdefault("tables", {})
+    table = kept.setdefault(tuple(batch.block_table.shape), batch.block_table.clone())
+    return replace(batch, block_table=table)
+
+
+def _asks_for_slots(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    """Counts the slots, as if a host were there."""
+    if not (metadata.slot_mapping < 0).all():
+        GraphAttention.forward(self, layer, q, k, v, cache, metadata, out)
+
+
+def _fills_last_block(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
+    """Rows without a slot write the last one."""
+    last = len(cache) * self.context.spec.block_size - 1
+    slots = torch.where(metadata.slot_mapping < 0, last, metadata.slot_mapping)
+    GraphAttention.forward(self, layer, q, k, v, cache, replace(metadata, slot_mapping=slots), out)
+
+
+def _plant(
+    name: str, caught_by: str, story: str, claims: str | None = None, base: type = StrictAttention, **methods: Any
+) -> Mutant:
+    """Register a class with other methods than its base's, as an attribute of this module."""
     title = name.title().replace("_", "")
-    cls = type(title, (StrictAttention,), {"__module__": __name__, "__doc__": story, **methods})
+    cls = type(title, (base,), {"__module__": __name__, "__doc__": story, **methods})
     globals()[title] = register_attention_backend(name)(cls)
     return Mutant(
         name=name, target=f"{__name__}:{title}", caught_by=f"test_{caught_by}", story=story, claims=claims
@@ -121,6 +204,13 @@ def _large_page(cls: Any, spec: Any) -> Any:
     return replace(layout, shape=(layout.shape[0] + 1, *layout.shape[1:]))
 
 
+def _left_only(self: Any, layer: Any, q: Any, stored: Any, distance: Any) -> Any:
+    """A window that never looks ahead."""
+    is_seen = distance <= (0 if layer.window is not None else len(distance))
+    return StrictAttention.attend(self, layer, q, stored[is_seen], distance[is_seen])
+
+
+_FOLLOW = "steps_follow_their_buffers"
 _VALUES = "values_are_those_of_the_definition"
 _POISON = "unused_memory_never_reaches_outputs"
 
@@ -130,6 +220,8 @@ MUTANTS = (
            forward=_window(lambda n: max(n - 1, 1))),
     _plant("window_ignored", "window_means_what_the_contract_says", "accepted and forgotten",
            forward=_window(lambda n: None)),
+    _plant("window_left_only", "window_means_what_the_contract_says", "a window that is not causal reaches both ways",
+           attend=_left_only),
     _plant("soft_cap_ignored", _VALUES, "accepted and forgotten", forward=_layer(lambda x: replace(x, soft_cap=None))),
     _plant("sinks_ignored", _VALUES, "accepted and forgotten", forward=_layer(lambda x: replace(x, sinks=None))),
     _plant("slopes_negated", _VALUES, "the distance has a sign",
@@ -146,6 +238,16 @@ MUTANTS = (
     _plant("slot_minus_one_wraps", "slot_minus_one_writes_nothing", "index -1 is the last slot",
            forward=_writes_last_slot),
     _plant("stale_block_table", "each_step_reads_its_own_metadata", "a table of an earlier step", build_metadata=_stale),
+    _plant("lengths_of_the_capture", _FOLLOW, "lengths of the host's, which are those of the capture", claims=_GRAPHS,
+           base=GraphAttention, build_metadata=_host_lengths),
+    _plant("tables_of_the_capture", _FOLLOW, "stale metadata: a copy that is made once", claims=_GRAPHS,
+           base=GraphAttention, build_metadata=_kept_tables),
+    _plant("width_of_the_capture", _FOLLOW, "as many blocks as the first step had", claims=_GRAPHS,
+           base=GraphAttention, build_metadata=_cut_tables),
+    _plant("asks_the_device", _FOLLOW, "waits for a value that a replay has nobody to wait for", claims=_GRAPHS,
+           base=GraphAttention, forward=_asks_for_slots),
+    _plant("padded_rows_write", _FOLLOW, "vllm#37442: rows that fill up a batch write where others read", claims=_GRAPHS,
+           base=GraphAttention, forward=_fills_last_block),
     _plant("blocks_in_a_row", "physical_blocks_do_not_matter", "takes blocks to be consecutive",
            build_metadata=_consecutive),
     _plant("metadata_mutated", "layers_share_metadata", "each layer moves positions on", forward=_moves_lengths),

@@ -26,7 +26,7 @@ def attention(
         k_LKD: True keys of the whole request, rounded as the cache rounds them.
         v_LKE: Values, likewise.
         dtype: float64 for the oracle, the model's own for the plain computation.
-        is_causal: Each token sees itself and what is before it; otherwise all.
+        is_causal: Each token sees itself and what is before it; otherwise all. A window reaches both ways then.
     """
     group = q_QHD.shape[1] // k_LKD.shape[1]
     keys = k_LKD.to(dtype).repeat_interleave(group, dim=1)
@@ -42,7 +42,7 @@ def attention(
     if is_causal:
         seen &= at <= own
     if layer.window is not None:
-        seen &= at >= own - (layer.window - 1)
+        seen &= (own - at).abs() < layer.window
     powers = torch.exp(scores - scores.amax(dim=-1, keepdim=True)) * seen
     total = powers.sum(dim=-1, keepdim=True)
     if layer.sinks is not None:

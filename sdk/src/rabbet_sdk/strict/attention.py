@@ -76,8 +76,9 @@ class StrictAttention(AttentionBackend):
         for row in range(metadata.num_requests):
             for token in range(starts[row], starts[row + 1]):
                 position = lengths[row] - (starts[row + 1] - token)
-                last = position if metadata.is_causal else lengths[row] - 1
-                first = 0 if layer.window is None else max(0, position - layer.window + 1)
+                reach = lengths[row] if layer.window is None else layer.window - 1
+                first = max(0, position - reach)
+                last = position if metadata.is_causal else min(lengths[row] - 1, position + reach)
                 places = torch.arange(first, last + 1)
                 # Only visible keys are read: what else stands in a block may be NaN, and 0 * NaN is NaN.
                 stored = kv_cache[metadata.block_table[row, places // size].long(), places % size].float()
