@@ -19,7 +19,7 @@ cpu="hw_cpu model_llama model_qwen3 model_transformers weights_gguf"
 editable="" constraints="" tools=""
 case $1 in
     cpu) plugins=$cpu; constraints="-c constraints/cpu.txt" ;;
-    dev) plugins="$cpu attention_triton"; constraints="-c constraints/cpu.txt"; editable="-e"; tools="-e ./sdk .[dev]" ;;
+    dev) plugins="$cpu attention_triton hw_cuda"; constraints="-c constraints/cpu.txt"; editable="-e"; tools="-e ./sdk .[dev]" ;;
     # Without such a GPU torch's CUDA build, of several GB, is of no use.
     cuda | all)
         plugins=$(cd plugins && echo *)

@@ -220,10 +220,14 @@ class Launcher:
         views = _views(buffer, arrays, self._move(arrays, buffer))
         groups = len(self._tables)
         ids, owners, places, mappings, rest = *views[:3], views[3 : 3 + groups], views[3 + groups :]
-        batches = self._batches(
-            rest[7], torch.from_numpy(seq_lens), rest[8], torch.from_numpy(query_start), places, rest[10:], mappings,
-            int(counts.max()), int(seq_lens.max()),
-        )  # fmt: skip
+        batches = [
+            AttentionBatch(
+                num_requests=len(index), num_tokens=num_tokens, max_query_len=int(counts.max()), max_seq_len=int(seq_lens.max()),
+                query_start=rest[8], query_start_cpu=torch.from_numpy(query_start), seq_lens=rest[7],
+                seq_lens_cpu=torch.from_numpy(seq_lens), positions=places, block_table=table, slot_mapping=mapping,
+            )
+            for table, mapping in zip(rest[10:], mappings, strict=True)
+        ]  # fmt: skip
         hidden = self._forward(self._ids(ids, owners), places, batches)
         if not len(samples):
             return ids[:0]
@@ -260,10 +264,15 @@ class Launcher:
     def _capture(self, size: int, views: list[torch.Tensor]) -> _Captured:
         groups = len(self._tables)
         ids, owners, places, mappings, rest = *views[:3], views[3 : 3 + groups], views[3 + groups :]
-        batches = self._batches(
-            rest[7], torch.ones(size, dtype=torch.int32), self._query_start_device[: size + 1],
-            self._query_start[: size + 1], places, [table[:size] for table in self._tables], mappings, 1, self._max_model_len,
-        )  # fmt: skip
+        ones = torch.ones(size, dtype=torch.int32)
+        batches = [
+            AttentionBatch(
+                num_requests=size, num_tokens=size, max_query_len=1, max_seq_len=self._max_model_len,
+                query_start=self._query_start_device[: size + 1], query_start_cpu=self._query_start[: size + 1],
+                seq_lens=rest[7], seq_lens_cpu=ones, positions=places, block_table=table[:size], slot_mapping=mapping,
+            )
+            for table, mapping in zip(self._tables, mappings, strict=True)
+        ]  # fmt: skip
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def work() -> None:
@@ -280,27 +289,6 @@ class Launcher:
     def _ids(self, ids_T: torch.Tensor, owners_T: torch.Tensor) -> torch.Tensor:
         """Input ids, those that the host does not know from the device. A failed row left -1, and runs on for one step."""
         return torch.where(ids_T < 0, self._last.index_select(0, owners_T).clamp_min(0), ids_T)
-
-    def _batches(
-        self,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        query_start: torch.Tensor,
-        query_start_cpu: torch.Tensor,
-        positions: torch.Tensor,
-        tables: Sequence[torch.Tensor],
-        mappings: Sequence[torch.Tensor],
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> list[AttentionBatch]:
-        return [
-            AttentionBatch(
-                num_requests=len(seq_lens), num_tokens=len(positions), max_query_len=max_query_len, max_seq_len=max_seq_len,
-                query_start=query_start, query_start_cpu=query_start_cpu, seq_lens=seq_lens, seq_lens_cpu=seq_lens_cpu,
-                positions=positions, block_table=table, slot_mapping=mapping,
-            )
-            for table, mapping in zip(tables, mappings, strict=True)
-        ]  # fmt: skip
 
     # ---- numbers of a step
 

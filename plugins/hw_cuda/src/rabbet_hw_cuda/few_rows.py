@@ -5,6 +5,9 @@ Shapes: T rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 
 from rabbet_hw_cuda.launch import Kernel, is_dependent
@@ -12,6 +15,9 @@ from rabbet_hw_cuda.linear_kernels import few_kernel, one_kernel
 
 __all__ = ["multiply"]
 
+_MOST_PARTS = 264
+"""Programs that split one product: twice the processors of the largest GPUs. More need no splits."""
+_PARTIAL = _MOST_PARTS * 64 * 64 * 2
 _one, _few = Kernel(one_kernel), Kernel(few_kernel)
 
 
@@ -30,11 +36,27 @@ def multiply(
         )  # fmt: skip
         return
     tile = max(16, 1 << (rows - 1).bit_length())
-    block, width, warps, stages = few_shape(outputs, is_gated=is_gated)
+    block, width, splits, warps, stages = few_shape(outputs, size, is_gated=is_gated)
+    work = _workspace(x_TI.get_device(), x_TI.device)
     _few(
-        (-(-outputs // block), 1, 1), x_TI, weight_OI, bias, out_TO, rows, outputs, x_TI.stride(0), size, tile, block, width,
+        (-(-outputs // block), splits, 1), x_TI, weight_OI, bias, out_TO, work.partial, work.counters,
+        rows, outputs, x_TI.stride(0), size, tile, block, width, splits,
         bias_O is not None, is_gated, is_dependent(x_TI), num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """Where the parts of a product are added up; all products of a device share it, since they run one after another."""
+
+    partial: torch.Tensor
+    counters: torch.Tensor
+
+
+@cache
+def _workspace(_index: int, device: torch.device) -> _Workspace:
+    partial = torch.empty(_PARTIAL, dtype=torch.float32, device=device)
+    return _Workspace(partial, torch.zeros(_MOST_PARTS, dtype=torch.int32, device=device))
 
 
 def one_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, int]:
@@ -45,7 +67,10 @@ def one_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, i
     return 2, width, 8 if is_gated else 4
 
 
-def few_shape(outputs: int, *, is_gated: bool) -> tuple[int, int, int, int]:
-    """Outputs and inputs of a tile, warps and stages."""
-    block = 16 if outputs < 8192 or is_gated else 32
-    return block, 128, 4, 4
+def few_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, int, int, int]:
+    """Outputs and inputs of a tile, splits, warps and stages."""
+    width = 128 if inputs >= 128 else max(16, 1 << (inputs - 1).bit_length())
+    parts = -(-outputs // 64)
+    wanted = min(8, _MOST_PARTS // max(parts, 1), -(-inputs // width))
+    splits = 1 << (max(1, wanted).bit_length() - 1)
+    return 64, width, splits, 4, 3 if is_gated else 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,8 +21,12 @@ class _CudaGraph(GraphSession):
         self._graph.replay()
 
 
-def capture(work: Callable[[], None], pool: tuple[int, int]) -> GraphSession:
+def capture(work: Callable[[], None], pool: Any) -> GraphSession:
     """Run ``work`` once as it is, so that kernels are compiled, once into a graph, and replay that.
+
+    Args:
+        work: See ``SupportsGraphs.capture``.
+        pool: ``torch.cuda.graph_pool_handle()``: memory that graphs share.
 
     Raises:
         CaptureError: If an operation cannot be captured.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rabbet.contracts import Refusal, register_platform
 from rabbet.contracts.platform import (
@@ -82,7 +82,7 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         self._device: torch.device | None = None
         self._ops: LayerOps | None = None
         self._held_bytes = 0
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def init_device(self, *, local_rank: int, world_size: int) -> torch.device:
         """Make the rank's GPU the current one; the environment is left as it is."""
@@ -136,7 +136,7 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         """See ``SupportsAsyncSteps``."""
         import torch
 
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.synchronize
 
