@@ -68,6 +68,7 @@ def test_a_server_that_hangs_while_it_loads_says_so_and_can_be_stopped(
         )
     try:
         wait_until(lambda: "loading the model" in log.read_text(), "the phase is named", 60)
+        assert f"importing {tmp_path / 'kernels.py'}" in log.read_text()
         answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=10)
         assert answer.status_code == 503 and "Retry-After" in answer.headers
         children = below(process.pid)

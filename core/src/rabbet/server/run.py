@@ -106,6 +106,8 @@ class _Server:
         self._url = url_of(server, listener)
         self._listener = listener
         policy = policy_of(engine)
+        for file in policy.files:
+            logger.info("importing %s", file)
         catalog = Catalog.scan(policy)
         self._hooks = HookBus.load(catalog, policy)
         self._state = ServerState(
