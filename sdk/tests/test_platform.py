@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rabbet_sdk.conformance import Claims, PlatformConformance
+from rabbet_sdk.conformance import Case, Claims, PlatformConformance
 from rabbet_sdk.conformance.platform import Live
-from rabbet_sdk.mutants.platform import RecordingPlatform
+from rabbet_sdk.mutants.platform import DrawingPlatform, RecordingPlatform
 from rabbet_sdk.oracles.layer_ops import gated, rms_norm, rotary
 
 
@@ -27,6 +27,14 @@ def test_graphs_that_faults_are_planted_in_are_right() -> None:
     threads = torch.get_num_threads()
     suite.test_sessions_take_turns(live, subject)
     torch.set_num_threads(threads)
+
+
+def test_draws_that_faults_are_planted_in_are_right() -> None:
+    suite, claims = PlatformConformance(), Claims({"features": ["async_steps"]})
+    generator = torch.Generator().manual_seed(0)
+    live = Live(platform=DrawingPlatform(), device=torch.device("cpu"), claims=claims, generator=generator)
+    suite.test_draws_follow_the_distribution(live, Case(id="float32", value="float32"))
+    suite.test_draws_are_a_rows_own_affair(live)
 
 
 def test_norm_by_hand() -> None:

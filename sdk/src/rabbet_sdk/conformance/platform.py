@@ -5,15 +5,16 @@ Where ``detect`` finds nothing, whatever needs the device is unavailable. The de
 Claims of a manifest that it reads (a key that is left out restricts nothing):
 
 * ``dtype``: as in ``PlatformQuery``, ``auto`` included. ``arch``: patterns of the devices' ``arch``.
-* ``features``: of ``layer_ops`` (``layer_ops()`` gives kernels), ``graphs`` (``SupportsGraphs``), ``ranks`` (several ranks
-  on one machine; a refusal ``RANKS`` says that this one has too few devices) and ``device_ids`` (``"0"`` is the first).
+* ``features``: of ``layer_ops`` (``layer_ops()`` gives kernels), ``graphs`` (``SupportsGraphs``), ``async_steps``
+  (``SupportsAsyncSteps``), ``ranks`` (several ranks on one machine; a refusal ``RANKS`` says that this one has too few
+  devices) and ``device_ids`` (``"0"`` is the first).
 """
 
 from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rabbet.contracts.platform import CaptureError, PlatformQuery, SupportsGraphs
+from rabbet.contracts.platform import CaptureError, DrawBatch, PlatformQuery, SupportsAsyncSteps, SupportsGraphs
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.known import install_hint
 from rabbet.registry.policy import PluginPolicy
@@ -34,12 +35,17 @@ from rabbet_sdk.conformance.outcome import dangerous, level, unavailable, unclai
 from rabbet_sdk.conformance.subject import Subject
 from rabbet_sdk.numerics import assert_within
 from rabbet_sdk.oracles import layer_ops as oracles
+from rabbet_sdk.oracles.sampling import assert_drawn_from
+from rabbet_sdk.oracles.sampling import filtered as oracle_filtered
 
 __all__ = ["PlatformConformance"]
 
 _NAN = float("nan")
 _KINDS = ("attention", "linear", "moe", "executor")
 _ROWS = (0, 1, 2, 7, 65)
+_DRAWS: tuple[dict[str, Any], ...] = (
+    {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +70,34 @@ class Live:
         assert is_claimed, "layer_ops() gives kernels, though the feature layer_ops is not claimed"
         return ops
 
+    def able(self, feature: str, ability: type[Any]) -> Any:
+        """The platform, if it has an optional ability; ends the test otherwise."""
+        is_claimed = self.claims.has(feature)
+        if not isinstance(self.platform, ability):
+            assert not is_claimed, f"the feature {feature} is claimed, but the class is no {ability.__name__}"
+            unclaimed(f"feature {feature}")
+        assert is_claimed, f"the class is a {ability.__name__}, but the feature {feature} is not claimed"
+        if self.claims.has("layer_ops") and self.platform.layer_ops() is None:
+            unavailable("the platform's kernels are not there")
+        return self.platform
+
     def graphs(self) -> Any:
         """The platform, if it captures; ends the test otherwise."""
-        is_claimed = self.claims.has("graphs")
-        if not isinstance(self.platform, SupportsGraphs):
-            assert not is_claimed, "the feature graphs is claimed, but the class is no SupportsGraphs"
-            unclaimed("feature graphs")
-        assert is_claimed, "the class is a SupportsGraphs, but the feature graphs is not claimed"
-        platform: Any = self.platform
-        if self.claims.has("layer_ops") and platform.layer_ops() is None:
-            unavailable("the kernels that the platform captures are not there")
-        return platform
+        return self.able("graphs", SupportsGraphs)
+
+    def rows(self, rows: Sequence[Mapping[str, float]]) -> DrawBatch:
+        """What is drawn in each row; what a row leaves out is off."""
+
+        def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([row.get(name, default) for row in rows], dtype=dtype, device=self.device)
+
+        return DrawBatch(
+            temperature_B=column("temperature", 1.0, torch.float32), top_k_B=column("top_k", 0, torch.int32),
+            top_p_B=column("top_p", 1.0, torch.float32), min_p_B=column("min_p", 0.0, torch.float32),
+            seed_B=column("seed", 0, torch.int64), index_B=column("index", 0, torch.int64),
+            is_random=any(row.get("temperature", 1.0) > 0 for row in rows),
+            is_filtered=any({"top_k", "top_p", "min_p"} & set(row) for row in rows),
+        )  # fmt: skip
 
 
 class Work:
@@ -382,6 +405,31 @@ class PlatformConformance(SupportsConformance):
                         assert is_same(new[..., turned:], old[..., turned:]), "elements behind the rotated ones changed"
                     assert is_same(v, old_v), "values beside queries and keys changed"
 
+    @level(2)
+    @dangerous
+    @cases("dtype_cases")
+    def test_norm_rotary_is_both_steps(self, live: Live, case: Case, record_property: Any) -> None:
+        """The norm of each head, then the rotation."""
+        ops, dtype, eps = live.ops(), getattr(torch, case.value), 1e-5
+        angles = live.random("float32", 50, 32, scale=3.0)
+        table = torch.cat((angles.cos(), angles.sin()), dim=1)
+        weights, ones = [live.random(case.value, 64) for _ in range(2)], torch.ones(64, dtype=dtype, device=live.device)
+        for rows in _ROWS:
+            positions = torch.randint(0, 50, (rows,), generator=live.generator).to(live.device)
+            packed = live.random(case.value, rows, 8 * 64)
+            old = self._split(packed.clone(), 4, 2, 64)
+            q, k, v = self._split(packed, 4, 2, 64)
+            got = ops.norm_rotary(q, k, *weights, eps, positions, table, is_neox=True)
+            for new, x, weight in zip(got, old, weights, strict=False):
+                exact = oracles.rms_norm(x, weight, eps, torch.float64)
+                plain = oracles.rms_norm(x, ones, eps, torch.float32).to(dtype) * weight
+                exact, plain = (
+                    oracles.rotary(x, positions, table, is_neox=True, dtype=kind)
+                    for x, kind in ((exact, torch.float64), (plain, torch.float32))
+                )
+                assert_within(new, plain=plain.to(dtype), oracle=exact, record=record_property)
+            assert is_same(v, old[2]), "values beside queries and keys changed"
+
     @staticmethod
     def _split(packed: torch.Tensor, heads: int, kv_heads: int, head: int) -> list[torch.Tensor]:
         parts: Any = torch.split(packed, [heads * head, kv_heads * head, kv_heads * head], dim=-1)
@@ -482,6 +530,59 @@ class PlatformConformance(SupportsConformance):
             platform.capture(work).replay()
             platform.synchronize()
             assert is_same(work.outputs.pop(), wanted), "after a refusal captures are wrong"
+
+    # ---- draws
+
+    @level(2)
+    @dangerous
+    @cases("dtype_cases")
+    def test_draws_follow_the_distribution(self, live: Live, case: Case) -> None:
+        """As often as they are likely, after each filter and after all; what a filter excludes or is -inf never."""
+        platform, count = live.able("async_steps", SupportsAsyncSteps), 2000
+        # Halves of whole numbers: no type rounds them, and no two are equal.
+        logits = torch.randperm(12, generator=live.generator).double() / 2 - 4
+        logits[3] = float("-inf")
+        seeds = torch.randint(-(1 << 62), 1 << 62, (count,), generator=live.generator).tolist()
+        for options in _DRAWS:
+            batch = live.rows([{**options, "seed": seed, "index": n % 7} for n, seed in enumerate(seeds)])
+            given = logits.to(getattr(torch, case.value)).to(live.device).expand(count, -1).clone()
+            drawn = platform.draw(given, batch)
+            assert (drawn.shape, drawn.dtype, drawn.device) == ((count,), torch.int64, live.device), drawn
+            seen = torch.bincount(drawn.cpu(), minlength=12).double()
+            assert_drawn_from(seen, oracle_filtered(logits, **options) * count, f"{options}")
+
+    @level(3)
+    @dangerous
+    def test_draws_are_a_rows_own_affair(self, live: Live) -> None:
+        """The same seed and index give the same token in any company; rows that are not finite give -1, alone."""
+        platform = live.able("async_steps", SupportsAsyncSteps)
+        rows = [{**_DRAWS[n % len(_DRAWS)], "seed": n // 3, "index": n} for n in range(48)]
+        rows += [{"temperature": 0.0}] * 4
+        logits = live.random("float32", len(rows), 300, scale=2.0)
+        logits[-1, [17, 200]] = 50.0
+        whole = platform.draw(logits.clone(), live.rows(rows)).tolist()
+        assert whole[-1] == 17, "a greedy row takes the first of equal ones"
+        assert whole[-4:-1] == logits[-4:-1].argmax(-1).tolist(), "a greedy row takes the likeliest"
+        assert (
+            len(
+                {
+                    *platform.draw(
+                        logits[:1].expand(64, -1).clone(), live.rows([{"index": n} for n in range(64)])
+                    ).tolist()
+                }
+            )
+            > 8
+        )
+        spoilt = logits.clone()
+        spoilt[5, 7], spoilt[20, 3], spoilt[30] = _NAN, float("inf"), float("-inf")
+        for some in ([*range(len(rows))][::-1], [0], [51, 2, 13], [*range(6, 20)]):
+            got = platform.draw(logits[some].clone(), live.rows([rows[n] for n in some])).tolist()
+            assert got == [whole[n] for n in some], f"rows {some} give {got} alone"
+        got = platform.draw(spoilt, live.rows(rows)).tolist()
+        assert got == [-1 if n in (5, 20, 30) else token for n, token in enumerate(whole)], "rows that are not finite"
+        x = torch.arange(100_000, device=live.device) * 2
+        platform.mark()()
+        assert int(x[-1]) == 199_998
 
     # ---- ranks, engine
 

@@ -1,9 +1,10 @@
-"""Platforms with one fault each, on top of the strict twin; those of graphs on top of one that records operations."""
+"""Platforms with one fault each, on top of the strict twin, or of one that captures, or of one that draws."""
 # ruff: noqa: ARG001, ARG005 -- a mutant takes what its contract hands over, needed or not.
 
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rabbet.contracts import register_platform
-from rabbet.contracts.platform import CaptureError, GraphSession, SupportsGraphs
+from rabbet.contracts.platform import CaptureError, DrawBatch, GraphSession, SupportsAsyncSteps, SupportsGraphs
 from rabbet_sdk.mutants.base import Mutant, planter
+from rabbet_sdk.oracles.sampling import filtered
 from rabbet_sdk.strict.platform import StrictPlatform, _Ops
 
-__all__ = ["MUTANTS", "RecordingPlatform"]
+__all__ = ["MUTANTS", "DrawingPlatform", "RecordingPlatform"]
 
 _CLAIMS = 'dtype = ["auto", "float32", "bfloat16"]\nfeatures = ["layer_ops", "ranks", "graphs"]'
 """Claims of ``RecordingPlatform``."""
+_DRAW_CLAIMS = _CLAIMS.replace("graphs", "async_steps")
 
 
 class _Session(TorchDispatchMode, GraphSession):  # type: ignore[no-untyped-call]
@@ -59,6 +62,38 @@ class RecordingPlatform(StrictPlatform, SupportsGraphs):
         with session:
             work()
         return session
+
+
+class DrawingPlatform(StrictPlatform, SupportsAsyncSteps):
+    """The twin with draws that are right, row by row; a class to plant faults in."""
+
+    ignored: tuple[str, ...] = ()
+
+    def mark(self) -> Callable[[], None]:
+        """Nothing is ever under way."""
+        return lambda: None
+
+    def number(self, row: int, seed: int, index: int) -> float:
+        """In [0, 1), for a token."""
+        return random.Random(seed * 1_000_003 + index).random()
+
+    def draw(self, logits_BV: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
+        """See ``SupportsAsyncSteps``."""
+        drawn = []
+        for n, logits_V in enumerate(logits_BV.double()):
+            if not logits_V.amax().isfinite():
+                drawn.append(-1)
+                continue
+            options = {key: getattr(batch, f"{key}_B")[n].item() for key in ("temperature", "top_k", "top_p", "min_p")}
+            options = {key: round(value, 6) for key, value in options.items() if key not in self.ignored}
+            sums_V = filtered(logits_V, **options).cumsum(0)
+            number = self.number(n, int(batch.seed_B[n]), int(batch.index_B[n]))
+            drawn.append(int(torch.searchsorted(sums_V, number * sums_V[-1], right=True)))
+        return torch.tensor(drawn)
+
+
+def _finite_again(self: Any, logits: Any, batch: Any) -> Any:
+    return DrawingPlatform.draw(self, logits.nan_to_num(neginf=float("-inf")), batch)
 
 
 class _NewOutputs(_Session):  # type: ignore[no-untyped-call]
@@ -111,6 +146,10 @@ def _whole_head(self: Any, q: Any, k: Any, positions: Any, table: Any, *, is_neo
     return _Ops.rotary(self, q, k, positions, grown, is_neox=is_neox)
 
 
+def _norm_of_queries(self: Any, q: Any, k: Any, weight: Any, _: Any, eps: float, *where: Any, is_neox: bool) -> Any:
+    return self.rotary(self.rms_norm(q, weight, eps), k, *where, is_neox=is_neox)
+
+
 def _swapped(x: Any) -> Any:
     return x.roll(x.shape[-1] // 2, -1)
 
@@ -149,7 +188,9 @@ def _supports(code: str) -> Any:
 
 _twin = planter(globals(), register_platform, StrictPlatform)
 _graphs = planter(globals(), register_platform, RecordingPlatform)
+_draws = planter(globals(), register_platform, DrawingPlatform)
 _TRACE, _MEMORY, _REPLAY = "detection_leaves_no_trace", "memory_adds_up", "a_replay_is_a_run"
+_DRAWN, _OWN = "draws_follow_the_distribution", "draws_are_a_rows_own_affair"
 _DEFAULTS = StrictPlatform.batch_defaults
 MUTANTS = (
     _twin("detect_raises", _TRACE, "a machine without the driver cannot start with any other platform", detect=_detects(_fail)),
@@ -204,6 +245,15 @@ MUTANTS = (
     _graphs("captures_anything", "what_cannot_be_captured_is_refused", "a value read once stays for ever",
             claims=_CLAIMS, capture=_any_work),
     _graphs("graphs_unclaimed", _REPLAY, "an ability that the manifest hides"),
+    _draws("top_p_ignored", _DRAWN, "a filter that the fast path leaves out", claims=_DRAW_CLAIMS, ignored=("top_p",)),
+    _draws("temperature_ignored", _DRAWN, "drawn from the logits as they are", claims=_DRAW_CLAIMS, ignored=("temperature",)),
+    _draws("number_of_the_row", _OWN, "noise by place in the batch", claims=_DRAW_CLAIMS,
+           number=lambda self, row, seed, index: random.Random(row).random()),
+    _draws("number_of_the_seed", _OWN, "every token of a request from one number", claims=_DRAW_CLAIMS,
+           number=lambda self, row, seed, index: random.Random(seed).random()),
+    _draws("nan_drawn", _OWN, "NaN logits become a token", claims=_DRAW_CLAIMS, draw=_finite_again),
+    _twin("norm_of_queries", "norm_rotary_is_both_steps", "keys keep their size",
+          layer_ops=_ops(norm_rotary=_norm_of_queries)),
     Mutant(
         name="torch_at_import", caught_by="test_import_brings_no_torch", story="vllm-plugin-FL#215: the start waits for torch",
         modules={"plugin.py": (
