@@ -85,7 +85,7 @@ _ALL = (
         previous=("1.0",),
         adapter="rabbet.contracts.adapters.logits_processor_1:adapt",
     ),
-    Kind(name="pooler", base="rabbet.contracts.pooler:Pooler", chosen_by="the task"),
+    Kind(name="pooler", base="rabbet.contracts.pooler:Pooler", chosen_by="the task", version="1.1"),
     Kind(
         name="grammar", base="rabbet.contracts.grammar:GrammarBackend", chosen_by="--structured-outputs-config.backend"
     ),

@@ -35,10 +35,17 @@ class Pooler(ABC):
     def new_state(self) -> Any:
         """State of one request."""
 
+    def new_state_for(self, query: PoolerQuery) -> Any:
+        """The same for a request of this task and these dimensions; core calls this one.
+
+        A class that serves several tasks keeps the query in the state, for ``finish``.
+        """
+        return self.new_state()
+
     @abstractmethod
     def update(self, state: Any, hidden_TN: torch.Tensor) -> None:
         """Take in the next tokens of the request."""
 
     @abstractmethod
     def finish(self, state: Any) -> torch.Tensor:
-        """The pooled vector, float32."""
+        """The pooled vector, float32 [N]; for ``token_`` tasks one a token, [T, N]. Classes in the place of N."""

@@ -86,6 +86,11 @@ class PoolerConformance(SupportsConformance):
         generator = torch.Generator().manual_seed(1000 * seed + length)
         return ((torch.randn(length, self.hidden_size, generator=generator) + offset) * scale).to(dtype)
 
+    def _state(self, pooler: Any, task: str = "") -> Any:
+        """Of a request of ``task``, or of the first one that is claimed."""
+        task = task or str(next(iter(self.claims().values("task")), "embed"))
+        return pooler.new_state_for(PoolerQuery(task=task, architecture=self.architecture))
+
     def _update(self, pooler: Any, state: Any, hidden_TN: torch.Tensor, sizes: Sequence[int] = (1 << 20,)) -> None:
         """In chunks, each in one buffer that is overwritten afterwards, as the engine's is."""
         start = turn = 0
@@ -103,7 +108,7 @@ class PoolerConformance(SupportsConformance):
         return result
 
     def _whole(self, pooler: Any, hidden_TN: torch.Tensor, sizes: Sequence[int] = (1 << 20,)) -> torch.Tensor:
-        state = pooler.new_state()
+        state = self._state(pooler)
         self._update(pooler, state, hidden_TN, sizes)
         return self._finish(pooler, state).cpu()
 
@@ -122,14 +127,15 @@ class PoolerConformance(SupportsConformance):
             hidden = self._hidden(length, dtype=getattr(torch, name), scale=scale, offset=offset)
             self._check(self._whole(pooler, hidden), hidden, record_property)
 
-    def test_tasks_have_one_shape(self, subject: Subject) -> None:
-        """One vector a prompt, or one a token: nothing tells ``finish`` which task it is for."""
+    def test_tasks_have_their_shape(self, subject: Subject) -> None:
+        """One vector a prompt, or one a token: each claimed task, by turns on one instance."""
+        pooler, hidden = subject.plugin_class(), self._hidden(7)
         claimed = [task for task in _TASKS if subject.claims.allows("task", task)]
-        shapes = {task.startswith("token_") for task in claimed}
-        assert len(shapes) == 1, f"claims {', '.join(claimed)}: one class gives a vector a prompt, or one a token"
-        got = self._whole(subject.plugin_class(), self._hidden(7))
-        wanted = 2 if shapes == {True} else 1
-        assert got.ndim == wanted and (wanted == 1 or got.shape[0] == 7), f"{tuple(got.shape)} for {claimed[0]}"
+        states = {task: self._state(pooler, task) for task in claimed}
+        for task, state in states.items():
+            self._update(pooler, state, hidden)
+            got, wanted = self._finish(pooler, state), 2 if task.startswith("token_") else 1
+            assert got.ndim == wanted and (wanted == 1 or got.shape[0] == 7), f"{tuple(got.shape)} for {task}"
 
     @level(2)
     def test_chunks_change_nothing(self, subject: Subject) -> None:
@@ -145,7 +151,7 @@ class PoolerConformance(SupportsConformance):
         """Every chunk comes in the same buffer, with padding behind it and between its rows."""
         pooler, hidden = subject.plugin_class(), self._hidden(40)
         memory = torch.full((16, 2 * self.hidden_size), float("nan"), device=self.device)
-        state = pooler.new_state()
+        state = self._state(pooler)
         for start in range(0, 40, 10):
             view = memory[:10, : self.hidden_size]
             view.copy_(hidden[start : start + 10])
@@ -156,7 +162,7 @@ class PoolerConformance(SupportsConformance):
     def test_hidden_states_stay_as_they_are(self, subject: Subject) -> None:
         """Logits may be computed from them too."""
         pooler, hidden = subject.plugin_class(), self._hidden(9).to(self.device)
-        before, state = hidden.clone(), pooler.new_state()
+        before, state = hidden.clone(), self._state(pooler)
         pooler.update(state, hidden)
         self._finish(pooler, state)
         assert torch.equal(hidden, before), "hidden states have changed"
@@ -166,8 +172,8 @@ class PoolerConformance(SupportsConformance):
         """Chunks of several requests, mixed, one that is given up and one that is NaN among them."""
         pooler = subject.plugin_class()
         prompts = [self._hidden(20, seed) for seed in range(4)]
-        states = [pooler.new_state() for _ in prompts]
-        broken = pooler.new_state()
+        states = [self._state(pooler) for _ in prompts]
+        broken = self._state(pooler)
         for start in range(0, 20, 4):
             for prompt, state in zip(prompts, states, strict=True):
                 self._update(pooler, state, prompt[start : start + 4])
@@ -182,7 +188,7 @@ class PoolerConformance(SupportsConformance):
         """Two engines in one process, twice over."""
         for _ in range(2):
             first, second = subject.plugin_class(), subject.plugin_class()
-            one, two = first.new_state(), second.new_state()
+            one, two = self._state(first), self._state(second)
             for start in range(0, 12, 3):
                 self._update(first, one, self._hidden(12, 1)[start : start + 3])
                 self._update(second, two, self._hidden(12, 2)[start : start + 3])

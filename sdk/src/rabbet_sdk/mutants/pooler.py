@@ -86,7 +86,7 @@ MUTANTS = (
     _plant("last_state", "two_poolers_share_no_state", "A module's global between engines.", update=_shared_sum),
     _plant("claims_classify", "supports_is_honest", "Claims too much.", claims='task = ["embed", "classify"]'),
     _plant(
-        "both_shapes", "tasks_have_one_shape", "Claims a vector a text and one a token.",
+        "both_shapes", "tasks_have_their_shape", "Claims a vector a text and one a token.",
         claims='task = ["embed", "token_embed"]',
         supports=classmethod(lambda _cls, query: StrictPooler.supports(query) if "embed" not in query.task else ()),
     ),
