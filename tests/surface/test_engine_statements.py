@@ -142,7 +142,7 @@ def test_the_start_says_capacity_and_concurrency_in_one_line(
     [
         ("attention_backend", "FLASH_ATTN"), ("attention_backend", "XFORMERS"), ("moe_backend", "triton"),
         ("linear_backend", "cutlass"), ("distributed_executor_backend", "external_launcher"), ("scheduling_policy", "sjf"),
-        ("device", "cuda"), ("load_format", "tensorizer"), ("kv_cache_dtype", "fp8"), ("quantization", "awq"),
+        ("device", "tpu"), ("load_format", "tensorizer"), ("kv_cache_dtype", "fp8"), ("quantization", "awq"),
     ],
 )  # fmt: skip
 def test_an_unknown_name_lists_the_names_that_there_are(run: Any, option: str, name: str) -> None:

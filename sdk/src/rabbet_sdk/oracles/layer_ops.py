@@ -42,5 +42,6 @@ def gated(gate_up_T2N: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return gate * torch.sigmoid(gate) * up
     if activation == "gelu":
-        return gate * 0.5 * torch.special.erfc(-gate / math.sqrt(2)) * up
+        erfc: torch.Tensor = torch.special.erfc(-gate / math.sqrt(2))
+        return gate * 0.5 * erfc * up
     return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
