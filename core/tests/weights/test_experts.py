@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from rabbet.contracts.quantization import FusedMoEMethod, QuantizationConfig
 from rabbet.errors import WeightsError
 from rabbet.layers import BuildContext, FusedMoE, ReplicatedLinear
-from rabbet.layers.reference import TorchLayerOps, TorchLinearBackend
+from rabbet.layers.reference import TorchLayerOps, TorchLinearBackend, TorchMoEBackend
 from rabbet.parallel import ParallelState
 from rabbet.weights import STANDARD_STACKS, Experts, WeightRules
 from rabbet.weights.load import load_weights
@@ -31,10 +32,10 @@ class Silent(ParallelState):
 class Block(nn.Module):
     """Router and experts, under the names that checkpoints give them."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, quantization: Any = None) -> None:
         super().__init__()
         context = BuildContext(
-            parallel=Silent(rank, size), dtype=torch.float32, device=torch.device("cpu"), linear=TorchLinearBackend(),
+            parallel=Silent(rank, size), quantization=quantization, dtype=torch.float32, device=torch.device("cpu"), linear=TorchLinearBackend(),
             ops=TorchLayerOps(), kv_cache_dtype="float32", max_model_len=64,
         )  # fmt: skip
         self.gate = ReplicatedLinear(16, 4, context=context, prefix="gate")
@@ -95,6 +96,61 @@ def test_checkpoints_of_transformers_compute_what_transformers_computes(
         total += block(x)
     want = theirs(x.unsqueeze(0))
     torch.testing.assert_close(total, (want[0] if isinstance(want, tuple) else want)[0], rtol=1e-4, atol=1e-4)
+
+
+class Int8(FusedMoEMethod):
+    """Rows of eight bits with a scale each, which the layer's own loader divides as it divides the rows."""
+
+    def create_weights(self, layer: Any, *, weight_loader: Any, **sizes: Any) -> None:
+        count, hidden, inner = (sizes[key] for key in ("num_experts", "hidden_size", "intermediate_size_per_partition"))
+        for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            codes = torch.zeros(count, rows, columns, dtype=torch.int8)
+            for suffix, zeros, axes in (
+                ("", codes, {"output_dim": 1, "input_dim": 2}),
+                ("_scale", torch.zeros(count, rows), {"output_dim": 1}),
+            ):
+                parameter: Any = nn.Parameter(zeros, requires_grad=False)
+                for key, value in {"weight_loader": weight_loader, **axes}.items():
+                    setattr(parameter, key, value)
+                layer.register_parameter(name + suffix, parameter)
+
+    def apply(self, layer: Any, x_TI: Any, topk_weights_TA: Any, topk_ids_TA: Any) -> torch.Tensor:
+        dense = [getattr(layer, name) * getattr(layer, f"{name}_scale").unsqueeze(-1) for name in ("gate_up", "down")]
+        return TorchMoEBackend().apply(x_TI, tuple(dense), topk_weights_TA, topk_ids_TA, None)
+
+
+class Int8Config(QuantizationConfig):
+    @classmethod
+    def supports(cls, query: Any) -> tuple[()]:
+        return ()
+
+    @classmethod
+    def from_config(cls, config: Any) -> Int8Config:
+        return cls()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Int8 | None:
+        return Int8() if isinstance(layer, FusedMoE) else None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_of_eight_bits_are_loaded_with_their_scales(size: int, tmp_path: Path) -> None:
+    _, dense = saved("mixtral", tmp_path)
+    stored = {"gate.weight": dense["gate.weight"]}
+    for name, matrix in dense.items():
+        if name.startswith("experts."):
+            scale = matrix.abs().amax(dim=1) / 127
+            stored[name] = (matrix / scale.unsqueeze(1)).round().to(torch.int8)
+            stored[f"{name}_scale"] = scale
+            dense[name] = stored[name] * scale.unsqueeze(1)
+    rules, x = WeightRules(experts=MIXTRAL), torch.randn(9, 16)
+    whole = Block()
+    load_weights(whole, rules, dense.items())
+    total = torch.zeros(9, 16)
+    for rank in range(size):
+        block = Block(rank, size, Int8Config())
+        assert load_weights(block, rules, stored.items()).num_parameters == 5
+        total += block(x)
+    torch.testing.assert_close(total, whole(x), rtol=1e-4, atol=1e-4)
 
 
 def test_names_of_experts_are_told_from_others() -> None:
