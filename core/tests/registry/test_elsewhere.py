@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rabbet_sdk.fakes.platform import NullPlatform
 
+from rabbet.contracts import Refusal, register_platform
 from rabbet.registry.catalog import Catalog
-from rabbet.registry.describe import doctor, machine, shadowed
+from rabbet.registry.describe import doctor, explain, machine, shadowed
 
 Write = Callable[..., str]
 BROKEN = 'raise SystemExit("imported")'
@@ -102,3 +104,12 @@ def test_doctor_tells_its_progress_and_sends_nobody_to_itself(
     assert told == ["attention/sick of sick 1.0 ..."]
     assert row["result"] == "broken" and "undefined symbol: _ZN3foo" in row["detail"]
     assert "rabbet plugins doctor" not in row["detail"]
+
+
+def test_a_platform_is_asked_whether_it_is_on_this_machine() -> None:
+    @register_platform("away")
+    class Away(NullPlatform):
+        refusals = (Refusal(code="ABSENT", message="no such device"),)
+
+    lines, data = explain(Catalog.of({"platform": {"away": Away, "here": NullPlatform}}), "platform")
+    assert data["name"] == "here" and "no such device" in lines[1]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rabbet.contracts.kinds import KINDS
+from rabbet.contracts.platform import PlatformQuery
 from rabbet.errors import PluginError, UnknownPluginError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.certificate import proof_of
@@ -109,6 +110,9 @@ def explain(
         close = nearest(kind, KINDS)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise UnknownPluginError(f"there is no kind {kind!r}{hint}; kinds: {', '.join(KINDS)}")
+    if kind == "platform" and query is None:
+        # All that a platform needs to know is this machine.
+        query = PlatformQuery(dtype="auto")
     try:
         choose = foresee if is_elsewhere else select
         decision = choose(catalog, kind, name=name, query=query)
