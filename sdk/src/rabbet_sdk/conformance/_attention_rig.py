@@ -146,7 +146,8 @@ class Rig:
             (self.num_blocks + 2, *layout.shape), dtype=getattr(torch, layout.dtype), device=self.device
         )
         if self.whole.dtype.is_floating_point:
-            self.whole.fill_(self.fill)
+            # By a conversion: what is out of a short type's range becomes its largest number.
+            self.whole.copy_(torch.tensor(self.fill).to(self.whole.dtype))
         else:  # NaN where a scale stands, whatever its type, or else small numbers
             self.whole.view(torch.uint8).fill_(255 if self.fill != self.fill else 60)
         self.cache = self.whole[1:-1]

@@ -19,16 +19,55 @@ __all__ = ["MUTANTS"]
 _plain = StrictAttention.forward
 
 
+@register_attention_backend("coded")
+class CodedAttention(StrictAttention):
+    """Reads the KV-cache dtype of the twin: 8-bit floats with a scale for each head."""
+
+    @classmethod
+    def supports(cls, query: AttentionQuery) -> tuple[Refusal, ...]:
+        """Plain causal attention on one size of head and block."""
+        if query.kv_cache_dtype != "strict" or query.dtype != "float32":
+            return (Refusal(code="KV_DTYPE", message=f"{query.kv_cache_dtype} under {query.dtype}"),)
+        if (query.head_dim, query.head_dim_v) != (64, 64) or query.block_size not in (16, 32):
+            return (Refusal(code="SIZES", message="heads of 64 in blocks of 16 or 32"),)
+        if "graphs" in query.features:
+            return (Refusal(code="FEATURE", message="no graphs"),)
+        return _plain_refusals(query, "window", "gqa")
+
+    @classmethod
+    def block_sizes(cls) -> tuple[int, ...]:
+        """The smaller one is preferred."""
+        return (16, 32)
+
+    def forward(self, layer: Any, *rest: Any) -> None:
+        """The twin's arithmetic takes a scale a head as it takes one a layer."""
+        assert layer.k_head_scales is not None and layer.v_head_scales is not None
+        k_scale, v_scale = layer.k_head_scales.view(-1, 1), layer.v_head_scales.view(-1, 1)
+        _plain(self, replace(layer, k_scale=k_scale, v_scale=v_scale), *rest)
+
+
+def _plain_refusals(query: AttentionQuery, *refused: str) -> tuple[Refusal, ...]:
+    """What the twin refuses of a cache of the model's type, graphs left aside, and what is named or seldom."""
+    asked = {
+        "soft_cap": query.has_soft_cap, "sinks": query.has_sinks, "alibi": query.has_alibi,
+        "non_causal": not query.is_causal, "batch_invariant": "batch_invariant" in query.features,
+        "window": query.window is not None and "window" in refused,
+        "gqa": query.num_heads != query.num_kv_heads and "gqa" in refused,
+    }  # fmt: skip
+    others = query.features - {"graphs", "batch_invariant"}
+    rest = StrictAttention.supports(replace(query, features=others, kv_cache_dtype=query.dtype))
+    return (*rest, *(Refusal(code="FEATURE", message=f"no {name}") for name, is_on in asked.items() if is_on))
+
+
 class GraphAttention(StrictAttention):
     """Can be captured: tables and lengths are read where they stand, by operations whose sizes never change."""
 
     @classmethod
     def supports(cls, query: AttentionQuery) -> tuple[Refusal, ...]:
         """Plain causal attention with windows."""
-        asked = {"soft_cap": query.has_soft_cap, "sinks": query.has_sinks, "alibi": query.has_alibi,
-                 "non_causal": not query.is_causal, "batch_invariant": "batch_invariant" in query.features}  # fmt: skip
-        rest = StrictAttention.supports(replace(query, features=query.features - {"graphs", "batch_invariant"}))
-        return (*rest, *(Refusal(code="FEATURE", message=f"no {name}") for name, is_on in asked.items() if is_on))
+        if query.kv_cache_dtype != query.dtype:
+            return (Refusal(code="KV_DTYPE", message=query.kv_cache_dtype),)
+        return _plain_refusals(query)
 
     @classmethod
     def graph_support(cls) -> GraphSupport:
@@ -60,6 +99,13 @@ class GraphAttention(StrictAttention):
             out[token] = torch.einsum("kgl,lke->kge", weights, values).flatten(0, 1)
 
 
+_CODED = """device = ["cpu"]
+dtype = ["float32"]
+kv_cache_dtype = ["strict"]
+head_dim = [64]
+block_size = [16, 32]
+features = ["mixed_batch"]
+"""
 _GRAPHS = """device = ["cpu"]
 dtype = ["float32", "bfloat16"]
 kv_cache_dtype = ["auto"]
@@ -238,6 +284,11 @@ MUTANTS = (
     _plant("slot_minus_one_wraps", "slot_minus_one_writes_nothing", "index -1 is the last slot",
            forward=_writes_last_slot),
     _plant("stale_block_table", "each_step_reads_its_own_metadata", "a table of an earlier step", build_metadata=_stale),
+    _plant("head_scales_forgotten", _VALUES, "right as long as the scales of heads are 1", claims=_CODED,
+           base=CodedAttention, forward=lambda self, layer, *rest: _plain(self, layer, *rest)),
+    _plant("one_scale_for_all_heads", _VALUES, "the first head's scale for every head", claims=_CODED,
+           base=CodedAttention, forward=lambda self, layer, *rest: _plain(self, replace(
+               layer, k_scale=float(layer.k_head_scales[0]), v_scale=float(layer.v_head_scales[0])), *rest)),
     _plant("lengths_of_the_capture", _FOLLOW, "lengths of the host's, which are those of the capture", claims=_GRAPHS,
            base=GraphAttention, build_metadata=_host_lengths),
     _plant("tables_of_the_capture", _FOLLOW, "stale metadata: a copy that is made once", claims=_GRAPHS,
