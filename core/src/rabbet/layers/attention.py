@@ -128,12 +128,9 @@ class Attention(nn.Module):
         self.v_scale: float | torch.Tensor = 1.0
         self.device = context.device
         self.spec = AttentionLayerSpec(name=prefix, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        self.quant_method: KVCacheMethod | None = None
-        if context.quantization is not None:
-            method = context.quantization.get_quant_method(self, prefix)
-            if isinstance(method, KVCacheMethod):
-                self.quant_method = method
-                method.create_weights(self)
+        self.quant_method: KVCacheMethod | None = context.quant_method(self, prefix, KVCacheMethod)
+        if self.quant_method is not None:
+            self.quant_method.create_weights(self)
         if prefix in context.attention_layers:
             raise ValueError(f"two attention layers are called {prefix}")
         context.attention_layers[prefix] = self

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rabbet.contracts.quantization import EmbeddingMethod, FusedMoEMethod, KVCacheMethod, LinearMethod
+from rabbet.errors import PluginLoadError, shorten
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from rabbet.contracts.kv_cache_dtype import PageFormat
     from rabbet.contracts.layer_ops import LayerOps
@@ -50,3 +54,15 @@ class BuildContext:
     page_format: Callable[[int, int], PageFormat] | None = None
     max_model_len: int = 8192
     attention_layers: dict[str, Attention] = field(default_factory=dict)
+
+    def quant_method(self, layer: nn.Module, prefix: str, kind: type[Any]) -> Any:
+        """The quantisation method of one layer; None where its weights are dense, or the method is for other layers.
+
+        Raises:
+            PluginLoadError: If the configuration gives what is no method.
+        """
+        method = self.quantization.get_quant_method(layer, prefix) if self.quantization is not None else None
+        if not isinstance(method, LinearMethod | FusedMoEMethod | EmbeddingMethod | KVCacheMethod | None):
+            told = f"{type(self.quantization).__qualname__}.get_quant_method() returned {shorten(method)} for {prefix}"
+            raise PluginLoadError(f"{told}, but must return a method or None", kind="quantization")
+        return method if isinstance(method, kind) else None

@@ -77,8 +77,9 @@ class VocabParallelEmbedding(nn.Module):
         self.is_head = is_head
         self.part = even_part(vocab_size, rank=parallel.tp_rank, world_size=parallel.tp_size)
         self.packed: Any = None
-        method = context.quantization.get_quant_method(self, prefix) if context.quantization else None
-        self.quant_method = method if isinstance(method, EmbeddingMethod) else UnquantizedEmbeddingMethod()
+        self.quant_method: EmbeddingMethod = (
+            context.quant_method(self, prefix, EmbeddingMethod) or UnquantizedEmbeddingMethod()
+        )
         self.quant_method.create_weights(
             self,
             num_rows=self.part.padded,

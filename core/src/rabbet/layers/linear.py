@@ -124,8 +124,8 @@ class LinearBase(nn.Module):
         self.output_sizes = tuple(part.total for part in output_parts)
         self.output_partition_sizes = tuple(part.padded for part in output_parts)
         self.packed: Any = None
-        method = context.quantization.get_quant_method(self, prefix) if context.quantization else None
-        self.quant_method: LinearMethod = method if isinstance(method, LinearMethod) else UnquantizedLinearMethod()
+        method: LinearMethod | None = context.quant_method(self, prefix, LinearMethod)
+        self.quant_method = method or UnquantizedLinearMethod()
         self.quant_method.create_weights(
             self,
             input_size_per_partition=input_part.padded,

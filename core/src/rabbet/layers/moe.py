@@ -102,8 +102,9 @@ class FusedMoE(nn.Module):
         self.inner_part = even_part(intermediate_size, rank=parallel.tp_rank, world_size=parallel.tp_size)
         self.backend = context.moe or TorchMoEBackend()
         self.packed: Any = None
-        method = context.quantization.get_quant_method(self, prefix) if context.quantization else None
-        self.quant_method = method if isinstance(method, FusedMoEMethod) else UnquantizedFusedMoEMethod()
+        self.quant_method: FusedMoEMethod = (
+            context.quant_method(self, prefix, FusedMoEMethod) or UnquantizedFusedMoEMethod()
+        )
         self.quant_method.create_weights(
             self,
             num_experts=num_experts,

@@ -15,7 +15,7 @@ from typing import Any
 from rabbet.errors import CompositionMismatchError, PluginError, PluginLoadError, PluginPolicyError
 from rabbet.registry.checked import checked
 from rabbet.registry.decision import Decision
-from rabbet.registry.loader import call, resolve_watched, verify_class
+from rabbet.registry.loader import call, expect, resolve_watched, verify_class
 from rabbet.registry.onefile import stage_file
 from rabbet.registry.tamper import evidence, watch
 
@@ -82,6 +82,10 @@ class Composition:
         assert decision is not None, "load() has found it"
         with watch(decision.label, decision.value):
             return call(decision, "__init__", target, *arguments, **named)
+
+    def expect(self, kind: str, method: str, answer: Any, returns: Any) -> Any:
+        """``registry.loader.expect`` for the plugin of a kind."""
+        return expect(self.get(kind), method, answer, returns)  # type: ignore[arg-type]  # it is at work
 
     def settled(self, *, is_strict: bool, more: Sequence[Sequence[str]] = ()) -> Composition:
         """The same with what this process finds changed in core, and with what others found.

@@ -22,7 +22,7 @@ from rabbet.registry.entry import Entry
 from rabbet.registry.tamper import watch
 from rabbet.registry.versions import through_adapter
 
-__all__ = ["ask", "call", "load_entry", "resolve_value", "resolve_watched", "verify_class"]
+__all__ = ["ask", "call", "expect", "load_entry", "resolve_value", "resolve_watched", "verify_class"]
 
 logger = logging.getLogger(__name__)
 _results: dict[tuple[str, str, str], type | PluginError] = {}
@@ -107,7 +107,6 @@ def call(
         PluginLoadError: Naming kind, name, owner, version, method and cause. What the plugin raises of ``rabbet.errors``
             passes, and so does a lack of memory.
     """
-    label, advice = f"{owner.kind}/{owner.name} of {owner.label}", "upgrade or remove the distribution"
     try:
         answer = function(*arguments, **named)
     except RabbetError:
@@ -115,12 +114,19 @@ def call(
     except (Exception, SystemExit) as error:
         if lacks_memory(error):
             raise
-        told = f"{label} failed in {method}(): {type(error).__name__}: {error}; {advice}"
-        raise PluginLoadError(told, kind=owner.kind, name=owner.name) from error
+        told = f"{owner.kind}/{owner.name} of {owner.label} failed in {method}(): {type(error).__name__}: {error}"
+        text = f"{told}; upgrade or remove the distribution"
+        raise PluginLoadError(text, kind=owner.kind, name=owner.name) from error
+    return expect(owner, method, answer, returns, of)
+
+
+def expect(owner: Entry | Decision, method: str, answer: Any, returns: Any, of: Any = object) -> Any:
+    """The ``answer`` that a plugin's ``method`` gave; its errors, and the arguments, are those of ``call``."""
     if not isinstance(answer, returns) or (of is not object and not all(isinstance(item, of) for item in answer)):
         wanted = getattr(returns, "__name__", str(returns)) + (f" of {of.__name__}" if of is not object else "")
-        told = f"{label} is broken: {method}() returned {shorten(answer)}, but must return {wanted}; {advice}"
-        raise PluginLoadError(told, kind=owner.kind, name=owner.name)
+        told = f"{owner.kind}/{owner.name} of {owner.label} is broken: {method}() returned {shorten(answer)}"
+        text = f"{told}, but must return {wanted}; upgrade or remove the distribution"
+        raise PluginLoadError(text, kind=owner.kind, name=owner.name)
     return answer
 
 

@@ -14,8 +14,10 @@ from torch import nn
 from rabbet.config.resolved import ResolvedConfig, load_hf_config
 from rabbet.contracts.attention import AttentionBackend, AttentionQuery
 from rabbet.contracts.kv_cache_dtype import KVCacheDtype, KVDtypeQuery, PageFormat
+from rabbet.contracts.layer_ops import LayerOps
 from rabbet.contracts.model import Model
 from rabbet.contracts.platform import Platform
+from rabbet.contracts.quantization import QuantizationConfig
 from rabbet.errors import ConfigError, PluginRefusedError
 from rabbet.layers import Attention, BuildContext
 from rabbet.layers.reference import TorchLayerOps
@@ -59,7 +61,7 @@ def build_model(
         dtype=getattr(torch, resolved.dtype),
         device=device,
         linear=composition.build("linear"),
-        ops=platform.layer_ops() or TorchLayerOps(),
+        ops=composition.expect("platform", "layer_ops", platform.layer_ops(), LayerOps | None) or TorchLayerOps(),
         moe=composition.build("moe") if composition.get("moe") else None,
         quantization=_quantization(resolved, model_class, config),
         block_size=resolved.block_size,
@@ -150,5 +152,6 @@ def _quantization(resolved: ResolvedConfig, model_class: type[Model], config: An
     stored = resolved.files.config.get("quantization_config") or {}
     settings = {**stored, **resolved.config.model.quantization_config}
     method = resolved.composition.load("quantization").from_config(settings)
+    resolved.composition.expect("quantization", "from_config", method, QuantizationConfig)
     method.packed_modules = model_class.weight_rules(config).packed_modules
     return method

@@ -15,7 +15,8 @@ from rabbet.config.resolved import ResolvedConfig
 from rabbet.contracts.attention import AttentionBackend, AttentionContext
 from rabbet.contracts.batch import AttentionBatch
 from rabbet.contracts.executor import MemoryReport, ModelRunner
-from rabbet.contracts.platform import Platform, SupportsAsyncSteps, SupportsGraphs
+from rabbet.contracts.platform import MemoryInfo, Platform, SupportsAsyncSteps, SupportsGraphs
+from rabbet.errors import PluginLoadError
 from rabbet.layers import ForwardContext, set_forward_context
 from rabbet.parallel import ParallelState, init_parallel
 from rabbet.runner.build import BuiltModel, attention_query, build_model
@@ -75,7 +76,8 @@ class DeviceRunner(ModelRunner):
         resolved = self._resolved
         self._platform = resolved.composition.build("platform")
         self._platform.device_ids = tuple(str(item) for item in resolved.config.parallel.device_ids or ())
-        self._device = self._platform.init_device(local_rank=self._rank, world_size=self._world_size)
+        device = self._platform.init_device(local_rank=self._rank, world_size=self._world_size)
+        self._device = resolved.composition.expect("platform", "init_device", device, torch.device)
         self._parallel = init_parallel(
             rank=self._rank,
             world_size=self._world_size,
@@ -103,15 +105,17 @@ class DeviceRunner(ModelRunner):
         """See ``ModelRunner``."""
         assert self._platform is not None and self._built is not None
         resolved = self._resolved
-        before = self._platform.memory().used_by_process_bytes
+        expect = resolved.composition.expect
+        before = expect("platform", "memory", self._platform.memory(), MemoryInfo).used_by_process_bytes
         num_tokens = min(resolved.max_num_batched_tokens, resolved.max_num_seqs * resolved.max_model_len)
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         positions = torch.arange(num_tokens, device=self._device) % resolved.max_model_len
         with set_forward_context(ForwardContext(num_tokens=num_tokens)):
-            hidden = self._model.forward(ids, positions)
-        self._model.compute_logits(hidden[: min(num_tokens, resolved.max_num_seqs)])
+            hidden = _shaped(resolved, "forward", self._model.forward(ids, positions), num_tokens)
+        rows = hidden[: min(num_tokens, resolved.max_num_seqs)]
+        _shaped(resolved, "compute_logits", self._model.compute_logits(rows), len(rows), resolved.vocab_size)
         peak = self._platform.peak_activation_bytes()
-        now = self._platform.memory()
+        now = expect("platform", "memory", self._platform.memory(), MemoryInfo)
         activation = peak if peak is not None else max(0, now.used_by_process_bytes - before)
         return kv_budget(
             now,
@@ -371,3 +375,12 @@ def _accept(tokens: list[int], drafts: list[int]) -> list[int]:
         if tokens[i] != draft:
             return tokens[: i + 1]
     return tokens
+
+
+def _shaped(resolved: ResolvedConfig, method: str, answer: Any, *shape: int) -> torch.Tensor:
+    """What the model's ``method`` returned: a tensor whose first sizes are ``shape``."""
+    tensor: torch.Tensor = resolved.composition.expect("model", method, answer, torch.Tensor)
+    if tensor.shape[: len(shape)] != shape:
+        name, told = resolved.composition.name("model"), f"shape {tuple(tensor.shape)}, but must return {shape}"
+        raise PluginLoadError(f"model/{name} is broken: {method}() returned {told}", kind="model", name=name)
+    return tensor
