@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -196,6 +197,20 @@ def test_closed_and_opened_again(engine_process: bool, model_dir: Path, options:
         llm.close()
         with pytest.raises(EngineDeadError, match="closed"):
             llm.generate([[1]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("engine_process", [True, False])
+def test_one_that_nobody_holds_ends_its_engine(engine_process: bool, model_dir: Path, options: dict[str, Any]) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(str(model_dir), engine_process=engine_process, **options)
+    assert llm.generate([[1]], use_tqdm=False)
+    pid = getattr(llm._front.client, "pid", None)
+    threads = set(threading.enumerate()) - before
+    assert threads and (pid is not None) == engine_process
+    del llm
+    gc.collect()
+    assert not [thread for thread in threads if thread.is_alive()]
+    assert pid is None or not Path(f"/proc/{pid}").exists()
 
 
 def test_the_death_of_the_engine_ends_generate(null: ModuleType, model_dir: Path, options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -76,7 +77,9 @@ class LLM:
             raise
         self._closed = False
         self._lock = threading.Lock()
-        client.listen(self._on_deltas, self._on_death)
+        # Weakly: the reader lives as long as the engine, and an LLM that nobody holds ends it.
+        on_deltas, on_death = weakref.WeakMethod(self._on_deltas), weakref.WeakMethod(self._on_death)
+        client.listen(lambda deltas: _call(on_deltas(), deltas), lambda error: _call(on_death(), error))
 
     # ---- what runs in the reader thread
 
@@ -305,6 +308,11 @@ class LLM:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()
+
+
+def _call(function: Callable[[Any], None] | None, value: Any) -> None:
+    if function is not None:
+        function(value)
 
 
 def _is_one(prompts: Any) -> bool:
