@@ -182,7 +182,8 @@ class Rig:
         """float32 [K]: of keys (0) or values (1); other ones for each head where the KV-cache dtype has them."""
         scales = torch.full((self.setup.kv_heads,), self.setup.kv_scales[which], device=self.device)
         if self.setup.page_format().has_head_scales:
-            scales = scales * torch.tensor([1.0, 0.25, 2.0], device=self.device)[torch.arange(len(scales)) % 3]
+            # Powers of two, so that dividing and multiplying by the inverse are the same; far apart, so that range counts.
+            scales = scales * torch.tensor([1.0, 1 / 32, 32.0], device=self.device)[torch.arange(len(scales)) % 3]
         return scales
 
     def stored(self, tensor: torch.Tensor, which: int) -> torch.Tensor:
