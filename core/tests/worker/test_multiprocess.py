@@ -109,7 +109,7 @@ def test_nobody_can_speak_to_ranks_that_work(start: Callable[..., MultiprocessEx
 
 def listening(pid: int) -> set[str]:
     """IPv4 addresses at which a process listens; ``?`` for one of IPv6."""
-    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
