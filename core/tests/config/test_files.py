@@ -23,7 +23,7 @@ from rabbet.weights.hub import read_json
 
 NO_FILES = {
     "missing": "No such file or directory",
-    "directory": "it is a directory, but must be a file",
+    "directory": "Is a directory",
     "pipe": "it is a pipe or a device, but must be a file",
     "device": "it is a pipe or a device, but must be a file",
     "socket": "No such device or address",

@@ -20,18 +20,12 @@ def read_bytes(path: Path | str, *, limit: int = 64 * _MIB) -> bytes:
     """
     try:
         # A pipe is opened without waiting for its writer, and then refused.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as handle:
+            if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "it is a pipe or a device, but must be a file")
+            content = handle.read(limit + 1)
     except ValueError:
         raise OSError(errno.EINVAL, "it is no path: it holds a NUL byte or half a character") from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
-            raise OSError(errno.EINVAL, f"it is {what}, but must be a file")
-        with os.fdopen(descriptor, "rb", closefd=False) as handle:
-            content = handle.read(limit + 1)
-    finally:
-        os.close(descriptor)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit / _MIB:g} MiB")
     return content

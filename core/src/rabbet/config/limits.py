@@ -71,16 +71,11 @@ def count(
     Raises:
         ConfigError: If it is something else, lies outside ``least`` to ``most``, or is missing and has no default.
     """
-    key = next((key for key in keys if values.get(key) is not None), None)
-    if key is None and default is not None:
-        return default
-    value = values.get(key or keys[0])
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(
-            f"config.json: {key or keys[0]} is {shorten(value)}, but must be an integer from {least} to {most}; "
-            "--hf-overrides lays another value over it",
-            field="model",
-        )
+    key = next((key for key in keys if values.get(key) is not None), keys[0])
+    value = default if values.get(key) is None else values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or (value != default and not least <= value <= most):
+        told = f"config.json: {key} is {shorten(value)}, but must be an integer from {least} to {most}"
+        raise ConfigError(f"{told}; --hf-overrides lays another value over it", field="model")
     return value
 
 

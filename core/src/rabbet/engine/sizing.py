@@ -46,15 +46,10 @@ def no_memory(resolved: ResolvedConfig, phase: str, error: BaseException) -> Con
 
 
 def _lower(resolved: ResolvedConfig) -> str:
-    cache = resolved.config.cache
-    kv_cache = (
-        f"--num-gpu-blocks-override (now {cache.num_gpu_blocks_override})"
-        if cache.num_gpu_blocks_override
-        else f"--kv-cache-memory-bytes (now {cache.kv_cache_memory_bytes or 'what is left'})"
-    )
+    tokens, requests = resolved.max_num_batched_tokens, resolved.max_num_seqs
     return (
-        f"lower --max-num-batched-tokens (now {resolved.max_num_batched_tokens}), --max-num-seqs (now "
-        f"{resolved.max_num_seqs}), --max-model-len (now {resolved.max_model_len}) or {kv_cache}"
+        f"lower --max-num-batched-tokens (now {tokens}), --max-num-seqs (now {requests}), --max-model-len (now "
+        f"{resolved.max_model_len}), --kv-cache-memory-bytes or --num-gpu-blocks-override"
     )
 
 

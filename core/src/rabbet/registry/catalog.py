@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from rabbet.registry.entry import Entry, State
 from rabbet.registry.known import install_hint
 from rabbet.registry.lock import require_locked
 from rabbet.registry.names import nearest
-from rabbet.registry.onefile import file_of, stage_file
+from rabbet.registry.onefile import MODULE_PREFIX, stage_file
 from rabbet.registry.policy import PluginPolicy, canonical_distribution
 
 __all__ = ["Catalog"]
@@ -151,7 +152,7 @@ def _staged(known: Sequence[Entry]) -> list[Entry]:
     values = {(entry.kind, entry.value) for entry in known}
     entries = []
     for record in staged_registrations():
-        value = f"{record.module}:{record.qualname}"
+        value, is_file = f"{record.module}:{record.qualname}", record.module.startswith(MODULE_PREFIX)
         if (record.kind, value) not in values:
             entries.append(
                 Entry(
@@ -163,7 +164,7 @@ def _staged(known: Sequence[Entry]) -> list[Entry]:
                     state=State.UNDECLARED,
                     reason="registered by this process; chosen by name only",
                     record=record,
-                    file=file_of(record.module),
+                    file=Path(str(sys.modules[record.module].__file__)) if is_file else None,
                 )
             )
     return entries

@@ -87,7 +87,7 @@ def call(
     owner: Entry | Decision,
     method: str,
     function: Any,
-    *arguments: Any,
+    *args: Any,
     returns: Any = object,
     of: Any = object,
     **named: Any,
@@ -98,7 +98,7 @@ def call(
         owner: Whose it is.
         method: Its name, for messages.
         function: What is called.
-        *arguments: For it.
+        *args: For it.
         returns: Type or types that its answer may have.
         of: Type of the items of its answer.
         **named: For it.
@@ -108,15 +108,11 @@ def call(
             passes, and so does a lack of memory.
     """
     try:
-        answer = function(*arguments, **named)
-    except RabbetError:
-        raise
+        answer = function(*args, **named)
     except (Exception, SystemExit) as error:
-        if lacks_memory(error):
+        if isinstance(error, RabbetError) or lacks_memory(error):
             raise
-        told = f"{owner.kind}/{owner.name} of {owner.label} failed in {method}(): {type(error).__name__}: {error}"
-        text = f"{told}; upgrade or remove the distribution"
-        raise PluginLoadError(text, kind=owner.kind, name=owner.name) from error
+        raise _fault(owner, f"failed in {method}(): {type(error).__name__}: {error}") from error
     return expect(owner, method, answer, returns, of)
 
 
@@ -124,10 +120,13 @@ def expect(owner: Entry | Decision, method: str, answer: Any, returns: Any, of: 
     """The ``answer`` that a plugin's ``method`` gave; its errors, and the arguments, are those of ``call``."""
     if not isinstance(answer, returns) or (of is not object and not all(isinstance(item, of) for item in answer)):
         wanted = getattr(returns, "__name__", str(returns)) + (f" of {of.__name__}" if of is not object else "")
-        told = f"{owner.kind}/{owner.name} of {owner.label} is broken: {method}() returned {shorten(answer)}"
-        text = f"{told}, but must return {wanted}; upgrade or remove the distribution"
-        raise PluginLoadError(text, kind=owner.kind, name=owner.name)
+        raise _fault(owner, f"is broken: {method}() returned {shorten(answer)}, but must return {wanted}")
     return answer
+
+
+def _fault(owner: Entry | Decision, told: str) -> PluginLoadError:
+    text = f"{owner.kind}/{owner.name} of {owner.label} {told}; upgrade or remove the distribution"
+    return PluginLoadError(text, kind=owner.kind, name=owner.name)
 
 
 def resolve_value(value: str) -> Any:

@@ -15,7 +15,7 @@ from rabbet._util.files import read_bytes
 from rabbet.errors import PluginLoadError
 from rabbet.registry.tamper import watch
 
-__all__ = ["MODULE_PREFIX", "file_of", "module_name", "stage_file"]
+__all__ = ["MODULE_PREFIX", "module_name", "stage_file"]
 
 MODULE_PREFIX = "rabbet_file_"
 """Of modules that are loaded by their file: no import finds them."""
@@ -28,11 +28,6 @@ def module_name(path: Path) -> str:
     except OSError as error:
         raise PluginLoadError(f"--plugin {path} cannot be read: {error.strerror}") from error
     return f"{MODULE_PREFIX}{path.stem}_{digest[:16]}"
-
-
-def file_of(module: str) -> Path | None:
-    """The file that became the module; None for modules that imports find."""
-    return Path(str(sys.modules[module].__file__)) if module.startswith(MODULE_PREFIX) else None
 
 
 def stage_file(path: Path) -> str:
