@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rabbet_sdk.conformance import AttentionConformance, KVCacheDtypeConformance
 from rabbet_sdk.fakes.dist import write_distribution
 
@@ -150,3 +153,22 @@ class TestAttentionWithScalesOfHeads(AttentionConformance):
 
 class TestAttentionWithScalesInThePage(AttentionConformance):
     plugin = "attention/int4_reader"
+
+
+_HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("reader", "name", "bytes_per_token"), [("coded", "strict", 2 * 64), ("int4_reader", "int4_paged", 64 + 8)]
+)
+def test_an_engine_divides_memory_by_the_pages_of_the_dtype(
+    tiny_engine: Callable[..., Any], reader: str, name: str, bytes_per_token: int
+) -> None:
+    options = {"hf_overrides": _HEADS, "block_size": 16, "kv_cache_memory_bytes": 1 << 20, "plugins_auto": "any"}
+    plain = tiny_engine(**options)
+    coded = tiny_engine(attention_backend=reader, kv_cache_dtype=name, **options)
+    pages = [engine.core.info.num_blocks for engine in (plain, coded)]
+    # Two layers of two heads in blocks of 16 tokens; plain ones take 4 bytes for each of 2 * 64 elements.
+    assert pages == [(1 << 20) // (2 * 2 * 16 * size) for size in (4 * 2 * 64, bytes_per_token)]
+    prompts = [[5, 6, 7, 8] * 9, [9, 10]]
+    assert [len(tokens) for tokens in coded.generate(prompts)] == [len(tokens) for tokens in plain.generate(prompts)]
