@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -53,6 +54,22 @@ FAILURES = {
     "small KV cache": Failure(
         ("{tiny}", "--kv-cache-memory-bytes", "100K", "--max-model-len", "4096"), EXIT_CONFIG,
         ("has 0.098 MiB", "4096 tokens needs 2.016 MiB", "largest --max-model-len that fits is", "--kv-cache-memory-bytes (now 102400)"),
+    ),
+    "pipe as a file of options": Failure(
+        ("{tiny}", "--config", "{root}/pipe"), EXIT_CONFIG, ("--config {root}/pipe cannot be read: it is a pipe or a device",)
+    ),
+    "absurd override": Failure(
+        ("{tiny}", "--hf-overrides.vocab_size=x"), EXIT_CONFIG, ("config.json: vocab_size is 'x', but must be an integer from 1",)
+    ),
+    "absurd number of requests": Failure(
+        ("{tiny}", "--max-num-seqs", "1t"), EXIT_CONFIG, ("a step needs at least", "--max-num-seqs (now 1000000000000)")
+    ),
+    "KV cache larger than the machine": Failure(
+        ("{tiny}", "--num-gpu-blocks-override", "1t"), EXIT_CONFIG,
+        ("memory ran out while allocating the KV cache", "--num-gpu-blocks-override"),
+    ),
+    "sampling defaults that are not there": Failure(
+        ("{tiny}", "--generation-config", "{root}/none"), EXIT_CONFIG, ("--generation-config {root}/none", "cannot be read"),
     ),
     "truncated weights": Failure(("{truncated}",), EXIT_FAILED, ("model.safetensors", "truncated or corrupt")),
     "broken config": Failure(("{broken}",), EXIT_FAILED, ("config.json",)),
@@ -107,6 +124,7 @@ def places(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         json.dumps(config | {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"})
     )
     (root / "loud.py").write_text(FAILING_STAT_LOGGER)
+    os.mkfifo(root / "pipe")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -148,9 +166,10 @@ def test_a_start_that_fails_says_why_in_one_line(
         assert part.format_map(places) in lines[0]
 
 
-def test_a_tokenizer_of_its_own_is_looked_at_before_anything_is_started(starts: dict[str, Future[Any]]) -> None:
-    log = starts["unknown tokenizer"].result().stderr
-    assert "choosing plugins" not in log and "loading the model" not in log
+def test_what_does_not_depend_on_the_model_is_looked_at_before_anything_is_started(starts: dict[str, Future[Any]]) -> None:
+    for name in ("unknown tokenizer", "sampling defaults that are not there"):
+        log = starts[name].result().stderr
+        assert "choosing plugins" not in log and "loading the model" not in log
 
 
 def test_the_context_that_is_said_to_fit_fits(
