@@ -27,9 +27,9 @@ GREEDY = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Any]:
-    """Eight requests at once and a context of 512 tokens."""
+    """Eight requests at once and a context of 512 tokens, in a cache of 1024: long ones preempt one another."""
     log = tmp_path_factory.mktemp("robustness") / "server.log"
-    options = ("--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "16M")
+    options = ("--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "1M")
     running = _e2e.start(log, *options, model=str(tiny_model))
     assert running.process.poll() is None, log.read_text()
     yield running

@@ -42,9 +42,9 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-def running(client: httpx.Client) -> float:
+def number(client: httpx.Client, name: str) -> float:
     lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("rabbet:num_requests_running{"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"rabbet:{name}{{"))
 
 
 @pytest.mark.parametrize("leave", [close, reset])
@@ -58,7 +58,7 @@ def test_a_client_that_leaves_while_its_request_runs(
     if fields.get("stream"):
         assert connection.recv(12) == b"HTTP/1.1 200"
     else:
-        wait_until(lambda: running(client) > 0, "the request runs")
+        wait_until(lambda: number(client, "num_requests_running") > 0, "the request runs")
     leave(connection)
     idle()
 
@@ -84,9 +84,9 @@ def test_a_client_that_never_reads_holds_up_nobody_and_no_seat(
     silent = connect(server, SO_RCVBUF=2048)
     with neighbours():
         silent.sendall(request(stream=True, n=8, logprobs=20))
-        idle_or_others = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 3})
-        assert idle_or_others.status_code == 200
+        assert client.post("/v1/completions", json={"prompt": [1], "max_tokens": 3}).status_code == 200
     idle()
+    assert number(client, "num_preemptions_total") > 0, "eight times 500 tokens do not fit at once"
     silent.close()
     idle()
 
