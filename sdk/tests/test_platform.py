@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rabbet_sdk.conformance import Case, Claims, PlatformConformance
-from rabbet_sdk.conformance.platform import Live
+from rabbet_sdk.conformance._platform_live import Live
 from rabbet_sdk.mutants.platform import DrawingPlatform, RecordingPlatform
 from rabbet_sdk.oracles.layer_ops import gated, rms_norm, rotary
 

@@ -14,28 +14,26 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from rabbet.contracts.platform import CaptureError, DrawBatch, PlatformQuery, SupportsAsyncSteps, SupportsGraphs
+from rabbet.contracts.platform import CaptureError, PlatformQuery, SupportsAsyncSteps
 from rabbet.errors import PluginError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.known import install_hint
 from rabbet.registry.policy import PluginPolicy
-from rabbet_sdk.conformance._kernels import DTYPES, inside, is_same
+from rabbet_sdk.conformance._kernels import DTYPES, is_same
+from rabbet_sdk.conformance._layer_ops import LayerOpsConformance
+from rabbet_sdk.conformance._platform_live import Live, Work
 from rabbet_sdk.conformance._platform_rig import look, run_ranks, start
 from rabbet_sdk.conformance.base import SupportsConformance
 from rabbet_sdk.conformance.cases import Case, Claims, cases
 from rabbet_sdk.conformance.outcome import dangerous, level, unavailable, unclaimed
 from rabbet_sdk.conformance.subject import Subject
-from rabbet_sdk.numerics import assert_within
-from rabbet_sdk.oracles import layer_ops as oracles
 from rabbet_sdk.oracles.sampling import assert_drawn_from
 from rabbet_sdk.oracles.sampling import filtered as oracle_filtered
 
@@ -43,92 +41,12 @@ __all__ = ["PlatformConformance"]
 
 _NAN = float("nan")
 _KINDS = ("attention", "linear", "moe", "executor")
-_ROWS = (0, 1, 2, 7, 65)
 _DRAWS: tuple[dict[str, Any], ...] = (
     {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Live:
-    """A platform with its device claimed."""
-
-    platform: Any
-    device: torch.device
-    claims: Claims
-    generator: torch.Generator
-
-    def random(self, dtype: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Normal numbers on the device."""
-        drawn = torch.randn(shape, generator=self.generator, device="cpu") * scale
-        return drawn.to(getattr(torch, dtype)).to(self.device)
-
-    def ops(self) -> Any:
-        """The small operations; ends the test where there are none."""
-        ops, is_claimed = self.platform.layer_ops(), self.claims.has("layer_ops")
-        if ops is None:
-            (unavailable if is_claimed else unclaimed)("layer_ops() gives None")
-        assert is_claimed, "layer_ops() gives kernels, though the feature layer_ops is not claimed"
-        return ops
-
-    def able(self, feature: str, ability: type[Any]) -> Any:
-        """The platform, if it has an optional ability; ends the test otherwise."""
-        is_claimed = self.claims.has(feature)
-        if not isinstance(self.platform, ability):
-            assert not is_claimed, f"the feature {feature} is claimed, but the class is no {ability.__name__}"
-            unclaimed(f"feature {feature}")
-        assert is_claimed, f"the class is a {ability.__name__}, but the feature {feature} is not claimed"
-        if self.claims.has("layer_ops") and self.platform.layer_ops() is None:
-            unavailable("the platform's kernels are not there")
-        return self.platform
-
-    def graphs(self) -> Any:
-        """The platform, if it captures; ends the test otherwise."""
-        return self.able("graphs", SupportsGraphs)
-
-    def rows(self, rows: Sequence[Mapping[str, float]]) -> DrawBatch:
-        """What is drawn in each row; what a row leaves out is off."""
-
-        def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([row.get(name, default) for row in rows], dtype=dtype, device=self.device)
-
-        return DrawBatch(
-            temperature_B=column("temperature", 1.0, torch.float32), top_k_B=column("top_k", 0, torch.int32),
-            top_p_B=column("top_p", 1.0, torch.float32), min_p_B=column("min_p", 0.0, torch.float32),
-            seed_B=column("seed", 0, torch.int64), index_B=column("index", 0, torch.int64),
-            is_random=any(row.get("temperature", 1.0) > 0 for row in rows),
-            is_filtered=any({"top_k", "top_p", "min_p"} & set(row) for row in rows),
-        )  # fmt: skip
-
-
-class Work:
-    """A step to capture: whole numbers, so that a sum is exact in any order, and the platform's own operations."""
-
-    def __init__(self, live: Live, rows: int) -> None:
-        self.ids = torch.zeros(rows, dtype=torch.int64, device=live.device)
-        self.table = live.random("float32", 50, 64).mul(4).round()
-        self.weight = live.random("float32", 64, 64).mul(4).round()
-        self.norm, self.ops = torch.ones(64, device=live.device), live.platform.layer_ops()
-        self.outputs: list[torch.Tensor] = []
-
-    def __call__(self) -> None:
-        """Leaves its result in ``outputs``."""
-        x = F.embedding(self.ids, self.table) @ self.weight
-        x = x * 0.5
-        x.add_(1)
-        if self.ops is not None:
-            x, _ = self.ops.add_rms_norm(x, x + 1, self.norm, 1e-5)
-            x = self.ops.silu_and_mul(x)
-        self.outputs.append(x)
-
-    def plain(self, *ids: int) -> torch.Tensor:
-        """What it gives for other ids, without a graph."""
-        self.ids.copy_(torch.tensor(ids))
-        self()
-        return self.outputs.pop().clone()
-
-
-class PlatformConformance(SupportsConformance):
+class PlatformConformance(LayerOpsConformance):
     """Subclass, name the plugin, done. See the module for claims.
 
     Attributes:
@@ -162,11 +80,6 @@ class PlatformConformance(SupportsConformance):
         add("device_unknown", never="no such device", device_ids=("no-such-device",))
         add("devices_too_few", never="two ranks on one device", num_local_ranks=2, device_ids=("0",))
         return found
-
-    @classmethod
-    def dtype_cases(cls, claims: Claims) -> list[Case]:
-        """Each type that a model computes in."""
-        return [Case(id=name, value=name, unclaimed=claims.missing({"dtype": name})) for name in DTYPES]
 
     @pytest.fixture
     def live(self, subject: Subject, generator: torch.Generator) -> Live:
@@ -335,145 +248,6 @@ class PlatformConformance(SupportsConformance):
         )
         live.platform.memory()
         assert live.platform.peak_activation_bytes() < size / 2, "memory() does not start the peak anew"
-
-    # ---- small operations
-
-    @level(2)
-    @dangerous
-    @cases("dtype_cases")
-    def test_rms_norm_is_its_formula(self, live: Live, case: Case, record_property: Any) -> None:
-        """Any rows, leading axes and sizes, small numbers beside eps, large ones whose squares overflow a half."""
-        ops, dtype = live.ops(), getattr(torch, case.value)
-        for size in (64, 576, 1000):
-            weight = live.random(case.value, size)
-            for rows in _ROWS:
-                for scale, eps in ((1.0, 1e-6), (1e-3, 1e-6), (1e-3, 1e-2), (1000.0, 1e-5)):
-                    x = inside(live.random(case.value, rows, size, scale=scale), _NAN)
-                    kept = x.clone()
-                    got = ops.rms_norm(x, weight, eps)
-                    assert (got.shape, got.dtype) == (x.shape, dtype) and is_same(x, kept), "shape, type, or input"
-                    self._norm_is_near(got, x, weight, eps, record_property)
-        # Heads of a packed tensor.
-        packed, weight = live.random(case.value, 7, 5 * 64 + 96), live.random(case.value, 64)
-        heads = packed[:, : 5 * 64].view(7, 5, 64)
-        self._norm_is_near(ops.rms_norm(heads, weight, 1e-6), heads, weight, 1e-6, record_property)
-
-    @staticmethod
-    def _norm_is_near(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, record: Any = None) -> None:
-        ones = torch.ones_like(weight)
-        plain = oracles.rms_norm(x, ones, eps, torch.float32).to(x.dtype) * weight
-        assert_within(got, plain=plain, oracle=oracles.rms_norm(x, weight, eps, torch.float64), record=record)
-
-    @level(2)
-    @dangerous
-    @cases("dtype_cases")
-    def test_add_rms_norm_gives_norm_and_sum(self, live: Live, case: Case, record_property: Any) -> None:
-        """``r = x + residual``, and its norm."""
-        ops = live.ops()
-        for rows in _ROWS:
-            x, residual = live.random(case.value, rows, 576), live.random(case.value, rows, 576, scale=3.0)
-            weight, exact, plain = live.random(case.value, 576), x.double() + residual.double(), x + residual
-            norm, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-            assert_within(total, plain=plain, oracle=exact, record=record_property)
-            ones = torch.ones_like(weight)
-            wanted = oracles.rms_norm(exact, weight, 1e-5, torch.float64)
-            rounded = oracles.rms_norm(plain, ones, 1e-5, torch.float32).to(plain.dtype) * weight
-            assert_within(norm, plain=rounded, oracle=wanted, record=record_property)
-
-    @level(2)
-    @dangerous
-    @cases("dtype_cases")
-    def test_rotary_turns_pairs_by_their_angle(self, live: Live, case: Case, record_property: Any) -> None:
-        """Both ways to pair, whole heads and parts of them, queries and keys out of one packed tensor."""
-        ops, dtype = live.ops(), getattr(torch, case.value)
-        for head, turned, heads, kv_heads in ((64, 64, 4, 2), (64, 32, 5, 1), (128, 128, 2, 2), (80, 20, 3, 3)):
-            angles = live.random("float32", 50, turned // 2, scale=3.0)
-            table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            for rows in _ROWS:
-                positions = torch.randint(0, 50, (rows,), generator=live.generator).to(live.device)
-                for is_neox in (True, False):
-                    packed = live.random(case.value, rows, (heads + 2 * kv_heads) * head)
-                    before = packed.clone()
-                    q, k, v = self._split(packed, heads, kv_heads, head)
-                    got = ops.rotary(q, k, positions, table, is_neox=is_neox)
-                    old_q, old_k, old_v = self._split(before, heads, kv_heads, head)
-                    for new, old in zip(got, (old_q, old_k), strict=True):
-                        exact, plain = (
-                            oracles.rotary(old, positions, table, is_neox=is_neox, dtype=kind)
-                            for kind in (torch.float64, torch.float32)
-                        )
-                        assert_within(new, plain=plain.to(dtype), oracle=exact, record=record_property)
-                        assert is_same(new[..., turned:], old[..., turned:]), "elements behind the rotated ones changed"
-                    assert is_same(v, old_v), "values beside queries and keys changed"
-
-    @level(2)
-    @dangerous
-    @cases("dtype_cases")
-    def test_norm_rotary_is_both_steps(self, live: Live, case: Case, record_property: Any) -> None:
-        """The norm of each head, then the rotation."""
-        ops, dtype, eps = live.ops(), getattr(torch, case.value), 1e-5
-        angles = live.random("float32", 50, 32, scale=3.0)
-        table = torch.cat((angles.cos(), angles.sin()), dim=1)
-        weights, ones = [live.random(case.value, 64) for _ in range(2)], torch.ones(64, dtype=dtype, device=live.device)
-        for rows in _ROWS:
-            positions = torch.randint(0, 50, (rows,), generator=live.generator).to(live.device)
-            packed = live.random(case.value, rows, 8 * 64)
-            old = self._split(packed.clone(), 4, 2, 64)
-            q, k, v = self._split(packed, 4, 2, 64)
-            got = ops.norm_rotary(q, k, *weights, eps, positions, table, is_neox=True)
-            for new, x, weight in zip(got, old, weights, strict=False):
-                exact = oracles.rms_norm(x, weight, eps, torch.float64)
-                plain = oracles.rms_norm(x, ones, eps, torch.float32).to(dtype) * weight
-                exact, plain = (
-                    oracles.rotary(x, positions, table, is_neox=True, dtype=kind)
-                    for x, kind in ((exact, torch.float64), (plain, torch.float32))
-                )
-                assert_within(new, plain=plain.to(dtype), oracle=exact, record=record_property)
-            assert is_same(v, old[2]), "values beside queries and keys changed"
-
-    @staticmethod
-    def _split(packed: torch.Tensor, heads: int, kv_heads: int, head: int) -> list[torch.Tensor]:
-        parts: Any = torch.split(packed, [heads * head, kv_heads * head, kv_heads * head], dim=-1)
-        return [part.unflatten(-1, (-1, head)) for part in parts]
-
-    @level(2)
-    @dangerous
-    @cases("dtype_cases")
-    def test_gated_activations_are_their_formulas(self, live: Live, case: Case, record_property: Any) -> None:
-        """The first half goes through the activation; gates of any size, also such as overflow an exponential."""
-        ops = live.ops()
-        for name, act, plain in (
-            ("silu", ops.silu_and_mul, F.silu),
-            ("gelu", lambda x: ops.gelu_and_mul(x, approximate="none"), F.gelu),
-            ("gelu_tanh", lambda x: ops.gelu_and_mul(x, approximate="tanh"), lambda x: F.gelu(x, approximate="tanh")),
-        ):
-            for rows, size, scale in ((0, 64, 1.0), (1, 33, 1.0), (7, 1000, 4.0), (65, 64, 60.0)):
-                x = live.random(case.value, rows, 2 * size, scale=scale)
-                kept, (gate, up) = x.clone(), x.chunk(2, dim=-1)
-                got = act(x)
-                assert (got.shape, got.dtype) == ((rows, size), x.dtype), f"{name}: {tuple(got.shape)} {got.dtype}"
-                assert is_same(x, kept), f"{name} changes its input"
-                assert_within(got, plain=plain(gate) * up, oracle=oracles.gated(x, name), record=record_property)
-
-    @level(2)
-    @dangerous
-    @cases("dtype_cases")
-    def test_rows_of_small_operations_are_apart(self, live: Live, case: Case) -> None:
-        """NaN in a row shows in that row alone, and a row alone has the bits that it has among others."""
-        ops, weight = live.ops(), live.random(case.value, 128)
-        x = live.random(case.value, 19, 128)
-        spoilt = x.clone()
-        spoilt[7, 3] = _NAN
-        for name, act in (
-            ("rms_norm", lambda x: ops.rms_norm(x, weight, 1e-5)),
-            ("add_rms_norm", lambda x: ops.add_rms_norm(x.clone(), x.clone(), weight, 1e-5)[0]),
-            ("silu_and_mul", ops.silu_and_mul),
-        ):
-            whole, got = act(x), act(spoilt)
-            others = [row for row in range(19) if row != 7]
-            assert got[7].isnan().any(), f"{name}: NaN does not show"
-            assert is_same(got[others], whole[others]), f"{name}: NaN of one row reaches others"
-            assert is_same(act(x[4:5].clone()), whole[4:5]), f"{name}: a row has other bits alone"
 
     # ---- graphs
 
