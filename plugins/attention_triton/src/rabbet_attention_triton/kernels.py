@@ -35,8 +35,8 @@ def store_kernel(
     K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K heads of keys and values go to its slot; a slot of -1 writes nothing."""
-    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -140,8 +140,8 @@ def decode_kernel(
         requests: int32 [B] which requests, if HAS_LIST; else all, in order.
         SPLITS: Programs a head; short requests use fewer, and a split has at least SHORTEST keys.
     """
-    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     index = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -243,8 +243,8 @@ def chunk_kernel(
         tile_requests: int32 [tiles] request of a tile.
         tile_starts: int32 [tiles] its first query token within the request.
     """
-    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     tile = tl.program_id(1)
     head = tl.program_id(0)
     request = tl.load(tile_requests + tile)

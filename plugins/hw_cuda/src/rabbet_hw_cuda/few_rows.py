@@ -36,7 +36,7 @@ def multiply(
         )  # fmt: skip
         return
     tile = max(16, 1 << (rows - 1).bit_length())
-    block, width, splits, warps, stages = few_shape(outputs, size, is_gated=is_gated)
+    block, width, splits, warps, stages = few_shape(outputs, size)
     work = _workspace(x_TI.get_device(), x_TI.device)
     _few(
         (-(-outputs // block), splits, 1), x_TI, weight_OI, bias, out_TO, work.partial, work.counters,
@@ -67,10 +67,9 @@ def one_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, i
     return 2, width, 8 if is_gated else 4
 
 
-def few_shape(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int, int, int, int]:
-    """Outputs and inputs of a tile, splits, warps and stages."""
+def few_shape(outputs: int, inputs: int) -> tuple[int, int, int, int, int]:
+    """Outputs and inputs of a tile, splits, warps and stages. Measured: see the README."""
     width = 128 if inputs >= 128 else max(16, 1 << (inputs - 1).bit_length())
     parts = -(-outputs // 64)
-    wanted = min(8, _MOST_PARTS // max(parts, 1), -(-inputs // width))
-    splits = 1 << (max(1, wanted).bit_length() - 1)
-    return 64, width, splits, 4, 3 if is_gated else 4
+    wanted = 1 if inputs <= 1024 or parts >= 96 else min(8, _MOST_PARTS // parts)
+    return 64, width, 1 << (wanted.bit_length() - 1), 4, 4

@@ -2,7 +2,8 @@
 
 A kernel that is launched dependent (CUDA C++ Programming Guide, "Programmatic Dependent Launch") starts as the one in front
 of it runs out, and waits with ``wait_for_inputs`` before it reads what others wrote or writes anything. Weights may be
-read before: nothing writes them. Each kernel waits, so that its end means the end of all before it.
+read before: nothing writes them. Each kernel waits, so that its end means the end of all before it, and lets the next begin
+only then: kernels that wait in a row would take the room of the one that runs.
 """
 
 from __future__ import annotations

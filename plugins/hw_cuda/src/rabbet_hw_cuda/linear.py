@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaLinear"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MOST_ROWS = 16
+_MOST_ROWS = 32
 """Rows up to which the kernels here are used."""
 
 

@@ -25,7 +25,6 @@ def one_kernel(
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS outputs of one row. IS_GATED: of OUT = half the matrix's outputs, each silu(its own) * (the one OUT below)."""
-    let_next_begin(DEPENDENT)
     rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, INPUTS)
     is_row = rows < OUT
@@ -37,6 +36,7 @@ def one_kernel(
     if IS_GATED:
         first_up = tl.load(at_up, inside, other=0.0)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     values = tl.load(x + columns, columns < IN, other=0.0).to(tl.float32)
     sums = first_tile.to(tl.float32) * values[None, :]
     if IS_GATED:
@@ -74,7 +74,6 @@ def few_kernel(
         partial: float32 [parts, SPLITS, 1 or 2, OUTPUTS, ROWS].
         counters: int32 [parts], zero before and after.
     """
-    let_next_begin(DEPENDENT)
     part = tl.program_id(0)
     split = tl.program_id(1)
     lines = tl.arange(0, OUTPUTS)
@@ -88,6 +87,7 @@ def few_kernel(
     at_weight = weight + outputs[:, None].to(tl.int64) * IN + columns[None, :]
     at_up = weight + (outputs + OUT)[:, None].to(tl.int64) * IN + columns[None, :]
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(begin, tl.minimum(begin + share, IN), INPUTS):

@@ -22,12 +22,12 @@ def rms_norm_kernel(
 
     With HAS_RESIDUAL the sum goes to ``residual``, and rows of x are those of ``out``.
     """
-    let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     inside = columns < N
     scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     values = tl.load(x + row // INNER * x_outer + row % INNER * x_inner + columns, inside, other=0.0)
     if HAS_RESIDUAL:
         # The sum is rounded before it is normalised: what the next layer adds to is what this one saw.
@@ -88,8 +88,8 @@ def rotary_kernel(
     HEADS: tl.constexpr, IS_NEOX: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """HEADS query or key heads of one token a program: norm of each head, if any, then the rotation. In place."""
-    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     pairs = tl.arange(0, WIDTH)
@@ -114,8 +114,8 @@ def gated_kernel(
     x, out, x_row, N, BLOCK: tl.constexpr, KIND: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of one row: act(x[:N]) * x[N:]. KIND: 0 silu, 1 gelu, 2 gelu by tanh."""
-    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
