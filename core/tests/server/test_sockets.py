@@ -204,6 +204,47 @@ def test_a_huge_head_is_refused(serve: Callable[..., None]) -> None:
     serve(work)
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+NO_HTTP = {
+    "bytes": b"\x00\x01\x02\r\n\r\n",
+    "a TLS hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 200 + b"\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "a negative length": POST + b"Content-Length: -5\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+    "a chunk without a size": POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\nabc",
+}
+
+
+@pytest.mark.parametrize("name", NO_HTTP)
+def test_what_is_no_http_is_answered_like_all_errors(serve: Callable[..., None], name: str) -> None:
+    async def work(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(NO_HTTP[name])
+        async with asyncio.timeout(30):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head and b"Connection: close" in head
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error" and "HTTP" in error["message"]
+        writer.close()
+
+    serve(work)
+
+
+def test_an_offer_to_speak_something_else_is_not_taken_up(
+    serve: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(host: str, port: int) -> None:
+        for other in ("websocket", "h2c"):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(f"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: {other}\r\nConnection: Upgrade\r\n\r\n".encode())
+            async with asyncio.timeout(30):
+                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+
+    serve(work)
+    assert not [record for record in caplog.records if "pgrade" in record.getMessage() or "pip" in record.getMessage()]
+
+
 def test_a_length_that_is_too_much_is_refused_unread(serve: Callable[..., None]) -> None:
     async def work(host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)

@@ -8,6 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rabbet.server.errors import error_body, json_response
 from rabbet.server.stream import PING
 
 __all__ = ["HEAD_LIMIT_S", "Connection"]
@@ -77,6 +78,18 @@ class Connection(H11Protocol):
         elif not cycle.response_complete and cycle.scope["state"].get("is_event_stream"):
             self.transport.write(self.conn.send(h11.Data(data=PING)) or b"")
         self.loop.call_later(wait_s, self._probe, min(2 * wait_s, _MAX_PROBE_S))
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets the shape that all errors have."""
+        body = bytes(json_response(error_body(msg, status=400)).body)
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        events: list[Any] = [h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(data=body)]
+        for event in (*events, h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to speak something else is not taken up, which HTTP allows; the log need not tell."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
