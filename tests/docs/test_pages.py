@@ -110,6 +110,14 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to {target}"
 
 
+def test_files_that_the_trip_of_a_request_names_are_there() -> None:
+    core, page = ROOT / "core/src/rabbet", (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`(\w+/\w+\.py)`", page))
+    assert len(files) > 20 and not sorted(file for file in files if not (core / file).is_file())
+    packages = {path.name for path in core.iterdir() if (path / "__init__.py").is_file() and path.name[0] != "_"}
+    assert packages == set(re.findall(r"`(\w+)/`", page.partition("## Packages")[2]))
+
+
 OTHER_PROGRAMS = re.compile(r"^\s*(pip|python3?|curl|bash|git|ruff|vllm|llama|numactl|docker|mypy)\b")
 
 
