@@ -20,7 +20,7 @@ class Mutant:
     Attributes:
         name: Name that it is registered under; for models the architecture.
         target: ``module:Class``; empty if ``modules`` holds the class, as ``plugin.py:Plugin``.
-        caught_by: The test of the suite that must fail on it.
+        caught_by: The test of the suite that must fail on it; with ``[case]`` where other cases take long to pass.
         story: The defect of the field that it repeats, or what an author could get wrong.
         claims: TOML text of a ``[provides.claims]`` table in place of the twin's; None keeps the twin's.
         modules: Files of its package, for faults that act at import.

@@ -113,7 +113,7 @@ def _run(directory: Path, site: Path, wanted: list[str]) -> tuple[dict[str, list
 
 
 def _judge(kind: str, mutant: Mutant, rows: list[dict[str, str]], output: str) -> Kill:
-    if not any(row["test"].partition("[")[0] == mutant.caught_by for row in rows):
+    if not any(mutant.caught_by in (row["test"], row["test"].partition("[")[0]) for row in rows):
         return Kill(kind=kind, mutant=mutant, killed=False, detail=f"{mutant.caught_by} did not run: {output}")
     dead = [row for row in rows if row["outcome"] in _DEAD]
     if dead:
