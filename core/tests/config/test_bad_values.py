@@ -84,6 +84,13 @@ def test_an_empty_text_is_a_variable_that_was_not_set(flag: Flag) -> None:
         parse(environment={flag.environment: ""})
 
 
+@pytest.mark.parametrize("name", ["served_model_name", "plugins_allow", "plugins_deny", "stat_loggers", "plugin"])
+def test_a_list_holds_no_empty_text(name: str) -> None:
+    for value in ([""], ["a", " "]):
+        with pytest.raises(ConfigError, match="is empty; give a value or leave the option out"):
+            engine_config_from_kwargs("m", **{name: value})
+
+
 @pytest.mark.parametrize("value", ["a\nb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\u200bb", "\x7f"])
 @pytest.mark.parametrize(
     "name",

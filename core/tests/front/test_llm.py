@@ -88,6 +88,28 @@ def test_a_wrong_prompt_in_a_list_starts_nothing(llm: LLM) -> None:
     assert llm.get_metrics().num_steps == before
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"priority": 1 << 70}, "priority is 1180591620717411303424, but must lie between"),
+        ({"priority": "x"}, "priority is 'x', but must be an integer"), ({"priority": [None]}, "priority is None, but must be"),
+        ({"priority": float("nan")}, "priority is nan, but must be an integer"), ({"priority": None}, "priority is None"),
+        ({"sampling_params": {"max_tokens": 2}}, "sampling_params is {'max_tokens': 2}, but must be SamplingParams"),
+        ({"sampling_params": [3]}, "sampling_params is 3, but must be"), ({"sampling_params": "x"}, "sampling_params is 'x'"),
+        ({"sampling_params": SamplingParams(extra_args={"a": object()})}, "extra_args holds a object under 'a'"),
+        ({"sampling_params": SamplingParams(extra_args={"a": 1 << 70})}, "extra_args holds 1180591620717411303424 under 'a'"),
+        ({"sampling_params": SamplingParams(extra_args={"a": "\ud800"})}, "extra_args holds '.ud800' under 'a'"),
+        ({"sampling_params": SamplingParams(extra_args=[1])}, r"extra_args is \[1\], but must be a dict"),
+        ({"prompts": None}, "prompt"), ({"prompts": 3}, "prompt"), ({"prompts": b"x"}, "prompt"), ({"prompts": 1.5}, "prompt"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_message_can_carry_is_refused_by_name(llm: LLM, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(**{"prompts": [[1]], "use_tqdm": False, **given})
+    assert llm.generate([[1]], use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
 def test_one_failed_request_leaves_the_others(llm: LLM, null: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     outputs = llm.generate([[1], [null.FAIL_ROW], [2]], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]

@@ -41,8 +41,6 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
         if given and not missing:
             raise ConfigError(f"TLS needs a certificate and its key: {option} is missing", field=option.strip("-"))
     _check_texts(engine, server)
-    if any(not key for key in server.api_key):
-        raise ConfigError("--api-key is empty; give a key or leave the option out", field="server.api_key")
     transfer = engine.kv_transfer
     if transfer is not None and transfer.kv_connector and not transfer.kv_role:
         raise ConfigError(
@@ -69,8 +67,10 @@ def _check_texts(engine: EngineConfig, server: ServerConfig) -> None:
     sections = (server, *filter(dataclasses.is_dataclass, vars(engine).values()))
     for name, value in (item for section in sections for item in vars(section).items()):
         for text in value if isinstance(value, list) else [value]:
+            option = f"--{name.replace('_', '-')}"
+            if isinstance(value, list) and isinstance(text, str) and not text.strip():
+                raise ConfigError(f"{option} is empty; give a value or leave the option out", field=name)
             if name not in ("chat_template", "api_key") and isinstance(text, str) and _CONTROLS.search(text):
-                option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} is {shorten(text)}, but must hold no control characters", field=name)
     if re.search(r"[\s?#]", server.root_path):
         raise ConfigError(f"--root-path is {shorten(server.root_path)}, but must be a path of a URL", field="root_path")

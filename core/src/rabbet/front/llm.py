@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,7 @@ from rabbet.config.load import engine_config_from_kwargs
 from rabbet.config.schema import EngineConfig
 from rabbet.contracts.scheduler import SchedulerStats
 from rabbet.engine.client import make_client
-from rabbet.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from rabbet.errors import EngineDeadError, InvalidRequestError, RequestFailedError, shorten
 from rabbet.front.base import FrontBase, TrackedRequest, derive_seed
 from rabbet.front.outputs import RequestOutput
 from rabbet.front.processor import Prompt, TokenizedPrompt
@@ -162,7 +162,7 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_open()
         params = self._params(sampling_params, len(prompts))
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(prompts)
         if len(priorities) != len(prompts):
             raise InvalidRequestError(
                 f"{len(priorities)} priorities were given for {len(prompts)} prompts; give one, or one a prompt",
@@ -244,7 +244,12 @@ class LLM:
                 for i in range(count)
             ]
         else:
-            params = list(given)
+            params = list(given) if isinstance(given, Sequence) else [given]
+            if wrong := next((item for item in params if not isinstance(item, SamplingParams)), None):
+                raise InvalidRequestError(
+                    f"sampling_params is {shorten(wrong)}, but must be SamplingParams or a list of them",
+                    field="sampling_params",
+                )
             if len(params) != count:
                 raise InvalidRequestError(
                     f"{len(params)} sampling_params were given for {count} prompts; give one, or one a prompt",
@@ -317,7 +322,7 @@ def _call(function: Callable[[Any], None] | None, value: Any) -> None:
 
 def _is_one(prompts: Any) -> bool:
     """Whether this is one prompt and not a list of them: a list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return True
     return bool(prompts) and all(isinstance(item, int) for item in prompts)
 

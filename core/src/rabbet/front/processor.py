@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rabbet._util.text import check_plain
 from rabbet.errors import ClientError, ContextLengthError, InvalidRequestError, RequestFailedError, shorten
 from rabbet.front.tokenizer import Tokenizer
 from rabbet.types.request import EngineRequest
@@ -169,6 +170,7 @@ class Processor:
         """
         bad_words = self._bad_words(sampling.bad_words)
         self._check_once(sampling, bad_words)
+        _check_free(priority, sampling.extra_args)
         num_prompt = len(prompt.token_ids)
         room = self.max_model_len - num_prompt
         if room < 1:
@@ -292,3 +294,14 @@ class Processor:
         made = [list(ids) for ids in sequences if ids]
         self._bad_words_made = (list(words), made)
         return made
+
+
+def _check_free(priority: Any, extra_args: Any) -> None:
+    """What the engine does not look into, but has to be told in its messages."""
+    for name, value, kind in (("priority", priority, int), ("extra_args", extra_args, dict | None)):
+        try:
+            if not isinstance(value, kind):
+                raise ValueError(f"is {shorten(value)}, but must be {'an integer' if kind is int else 'a dict'}")
+            check_plain(value)
+        except ValueError as error:
+            raise InvalidRequestError(f"{name} {error}", field=name, value=value) from None
