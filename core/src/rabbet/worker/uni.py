@@ -77,9 +77,14 @@ class UniExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """See ``Executor``."""
-        if self._thread is None:
+        if self._thread is not None:
+            return self._thread.submit(self._runner.execute, plan)
+        try:
             return _Launched(partial(self._watched, self._watched(self._runner.launch, plan)))
-        return self._thread.submit(self._runner.execute, plan)
+        except Exception as error:  # noqa: BLE001  whoever waits for the step is told
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _watched(self, function: Callable[..., _T], *arguments: Any) -> _T:
         try:

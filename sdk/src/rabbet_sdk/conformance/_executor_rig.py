@@ -75,6 +75,7 @@ class Bench:
     def __init__(
         self, plugin_class: type[Any], name: str, directory: Path, *, world_size: int = 1,
         script: Sequence[tuple[Sequence[int], Sequence[int]]] = (((5, 6), (7, 8)),), is_broken: bool = False,
+        device: str = DEVICE,
     ) -> None:  # fmt: skip
         directory.mkdir(parents=True)
         os.mkfifo(directory / "pipe")
@@ -88,7 +89,7 @@ class Bench:
         self.lengths: dict[str, int] = {}
         self.executor = plugin_class(
             resolve_tiny(
-                directory, config, distributed_executor_backend=name, tensor_parallel_size=world_size, device=DEVICE
+                directory, config, distributed_executor_backend=name, tensor_parallel_size=world_size, device=device
             )
         )
 
