@@ -92,6 +92,20 @@ def test_options_are_checked_by_the_schema_beside_the_manifest(package: Path) ->
             check_plugin_options({"acme": options}, catalog)
 
 
+def test_a_name_may_be_spelt_as_everywhere_and_its_options_reach_the_plugin(package: Path) -> None:
+    catalog = Catalog((entry("acme_x", options=None), entry("AcmeForCausalLM", options=None, kind="model")))
+    given = {"Acme-X": {"a": 1}, "acme_x": {"b": 2}, "AcmeForCausalLM": {"c": 3}}
+    assert check_plugin_options(given, catalog) == {"acme_x": {"a": 1, "b": 2}, "AcmeForCausalLM": {"c": 3}}
+    with pytest.raises(ConfigError, match="did you mean AcmeForCausalLM"):
+        check_plugin_options({"acmeforcausallm": {}}, catalog)
+
+
+def test_a_plugin_that_has_no_options_says_so(package: Path) -> None:
+    (package / "none.json").write_text('{"properties": {}}')
+    with pytest.raises(ConfigError, match="--plugin-config.acme.depth is no option; it has none$"):
+        check_plugin_options({"acme": {"depth": 3}}, Catalog((entry("acme", options="none.json"),)))
+
+
 def test_options_of_a_plugin_without_a_schema_are_free(package: Path) -> None:
     check_plugin_options({"acme": {"anything": [1]}}, Catalog((entry("acme", options=None),)))
 

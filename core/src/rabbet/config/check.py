@@ -34,12 +34,9 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
             "--enable-auto-tool-choice needs --tool-call-parser, which says how the model writes calls",
             field="server.enable_auto_tool_choice",
         )
-    for given, missing, option in (
-        (server.ssl_certfile, server.ssl_keyfile, "--ssl-keyfile"),
-        (server.ssl_keyfile, server.ssl_certfile, "--ssl-certfile"),
-    ):
-        if given and not missing:
-            raise ConfigError(f"TLS needs a certificate and its key: {option} is missing", field=option.strip("-"))
+    if bool(server.ssl_certfile) != bool(server.ssl_keyfile):
+        option = "ssl-keyfile" if server.ssl_certfile else "ssl-certfile"
+        raise ConfigError(f"TLS needs a certificate and its key: --{option} is missing", field=option)
     _check_texts(engine, server)
     transfer = engine.kv_transfer
     if transfer is not None and transfer.kv_connector and not transfer.kv_role:
@@ -87,14 +84,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     ids = parallel.device_ids
     if ids is None:
         return
-    if len(set(ids)) != len(ids):
-        raise ConfigError(f"--device-ids names a device twice: {ids}", field="parallel.device_ids")
-    if len({type(item) for item in ids}) > 1:
-        raise ConfigError(f"--device-ids mixes numbers and UUIDs: {ids}; use one kind", field="parallel.device_ids")
-    if any((isinstance(item, int) and item < 0) or item == "" for item in ids):
-        raise ConfigError(f"--device-ids holds a number below 0 or an empty name: {ids}", field="parallel.device_ids")
-    if len(ids) < parallel.tensor_parallel_size:
-        raise ConfigError(
-            f"--device-ids names {len(ids)} devices, but --tensor-parallel-size needs {parallel.tensor_parallel_size}",
-            field="parallel.device_ids",
-        )
+    shown, size = shorten(ids), parallel.tensor_parallel_size
+    for is_wrong, told in (
+        (len(set(ids)) != len(ids), f"names a device twice: {shown}"),
+        (len({type(item) for item in ids}) > 1, f"mixes numbers and UUIDs: {shown}; use one kind"),
+        (any(isinstance(item, int) and item < 0 for item in ids), f"holds a number below 0: {shown}"),
+        (len(ids) < size, f"names {len(ids)} devices, but --tensor-parallel-size needs {size}"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"--device-ids {told}", field="parallel.device_ids")

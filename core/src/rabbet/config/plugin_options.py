@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbet._util.json_schema import problems
+from rabbet.contracts.registration import normalise_name
 from rabbet.errors import ConfigError, PluginLoadError
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.entry import Entry, State
@@ -17,11 +18,14 @@ from rabbet.registry.names import nearest
 __all__ = ["check_plugin_options"]
 
 
-def check_plugin_options(plugin_config: Mapping[str, Mapping[str, Any]], catalog: Catalog) -> None:
+def check_plugin_options(plugin_config: Mapping[str, Mapping[str, Any]], catalog: Catalog) -> dict[str, Any]:
     """Refuse options for plugins that are not there, and options that a plugin's schema does not know.
 
     Imports no plugin. Where contributions of several kinds share a name, one schema has to accept the options. A
     contribution without a schema takes anything.
+
+    Returns:
+        The options by the names that the registry has, however the user spelt them.
 
     Raises:
         ConfigError: Naming the option, its value and what it must be.
@@ -29,9 +33,9 @@ def check_plugin_options(plugin_config: Mapping[str, Mapping[str, Any]], catalog
     """
     hidden = (State.DENIED, State.INCOMPATIBLE)
     names = {entry.name for entry in catalog.entries if entry.state not in hidden}
+    known: dict[str, Mapping[str, Any]] = {}
     for name, options in plugin_config.items():
-        wanted = name.casefold().replace("-", "_")
-        entries = [entry for entry in catalog.entries if entry.name == wanted and entry.state not in hidden]
+        entries = [e for e in catalog.entries if e.name == normalise_name(e.kind, name) and e.state not in hidden]
         if not entries:
             hint = " or ".join(nearest(name, names))
             raise ConfigError(
@@ -43,11 +47,13 @@ def check_plugin_options(plugin_config: Mapping[str, Mapping[str, Any]], catalog
         found = [next(problems(dict(options), schema), None) for schema in schemas]
         if found and (first := found[0]) is not None and None not in found:
             path, text, unknown = first
-            close = " or ".join(nearest(unknown, schemas[0].get("properties", ()))) if unknown else ""
+            properties = schemas[0].get("properties", ())
+            close = " or ".join(nearest(unknown, properties)) if unknown else ""
+            hint = f"; did you mean {close}?" if close else "" if properties else "; it has none"
             option = ".".join(item for item in (f"--plugin-config.{name}", path) if item)
-            raise ConfigError(
-                f"{option} {text}{f'; did you mean {close}?' if close else ''}", field=f"plugin_config.{name}"
-            )
+            raise ConfigError(f"{option} {text}{hint}", field=f"plugin_config.{name}")
+        known[entries[0].name] = {**known.get(entries[0].name, {}), **options}
+    return known
 
 
 def _schema(entry: Entry) -> Mapping[str, Any] | None:

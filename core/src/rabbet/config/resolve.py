@@ -92,7 +92,7 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
         WeightsError: The model is not there or not readable.
     """
     resolver = _Resolver(config=config, catalog=catalog or Catalog.scan(policy_of(config)))
-    check_plugin_options(config.plugin_config, resolver.catalog)
+    options = check_plugin_options(config.plugin_config, resolver.catalog)
     _refuse_what_is_not_run(config, resolver.catalog)
     parallel = config.parallel
     world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -143,7 +143,7 @@ def resolve(config: EngineConfig, *, is_server: bool, catalog: Catalog | None = 
         device_type=platform.device_type,
         composition=composition,
         num_experts=num_experts,
-        options=config.plugin_config,
+        options=options,
     )
 
 
