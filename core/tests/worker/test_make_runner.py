@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rabbet.config import engine_config_from_kwargs
 from rabbet.config.resolve import resolve
+from rabbet.contracts import registration
+from rabbet.registry.onefile import MODULE_PREFIX
 from rabbet.worker.uni import UniExecutor
 
 CHILD = """
@@ -27,7 +30,10 @@ runner.close()
 
 
 @pytest.fixture
-def executor(tmp_path: Path) -> UniExecutor:
+def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UniExecutor]:
+    # The file registers what others register, too: nothing of it may stay in this process.
+    monkeypatch.setattr(registration, "_staged", {})
+    before = set(sys.modules)
     shutil.copy(Path(__file__).parent / "faulty_plugins.py", tmp_path / "own_faulty_plugins.py")
     values = {
         "architectures": ["FaultyForCausalLM"], "vocab_size": 32, "hidden_size": 4, "num_attention_heads": 1,
@@ -38,7 +44,12 @@ def executor(tmp_path: Path) -> UniExecutor:
         str(tmp_path), device="faulty", attention_backend="faulty", load_format="dummy", linear_backend="torch",
         plugin=[str(tmp_path / "own_faulty_plugins.py")],
     )  # fmt: skip
-    return UniExecutor(resolve(config, is_server=False))
+    made = UniExecutor(resolve(config, is_server=False))
+    yield made
+    made.shutdown()
+    for name in set(sys.modules) - before:
+        if name.startswith(MODULE_PREFIX):
+            del sys.modules[name]
 
 
 def child(data: bytes) -> subprocess.CompletedProcess[bytes]:
