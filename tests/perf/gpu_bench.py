@@ -54,6 +54,13 @@ class Bench:
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
         return seconds
 
+    def check(self) -> bool:
+        """Whether eight greedy requests get the same tokens twice: kernels that do not wait for each other would show."""
+        prompts, _ = GPU_WORKLOADS["batch32_decode"].make(self.vocab_size, 99)
+        inputs, params = [{"prompt_token_ids": ids} for ids in prompts[:8]], SamplingParams(temperature=0.0, max_tokens=128)
+        runs = [self.llm.generate(inputs, params, use_tqdm=False) for _ in range(3)]
+        return all(a.outputs[0].token_ids == b.outputs[0].token_ids for one in runs[1:] for a, b in zip(runs[0], one, strict=True))
+
     def row(self, name: str, repeats: int) -> dict[str, float]:
         """Medians of one row."""
         self.run(name)
@@ -104,6 +111,7 @@ def main() -> None:
     bench = Bench(arguments)
     results: dict[str, Any] = {"startup": {"s": bench.start_s}}
     print(f"{arguments.model}: ready after {bench.start_s:.1f} s", flush=True)
+    print("greedy tokens are the same each time:", bench.check(), flush=True)
     for name in arguments.rows.split(",") if arguments.rows else ROWS[arguments.model]:
         if arguments.profile:
             bench.profile(name, arguments.profile / f"{arguments.model}_{name}.txt")

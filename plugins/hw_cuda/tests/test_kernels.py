@@ -27,7 +27,7 @@ def drawn(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor
 
 
 # The interpreter cuts bfloat16 off where a GPU rounds.
-FACTOR = 2.0 if torch.cuda.is_available() else 8.0
+FACTOR = 2.0 if torch.cuda.is_available() else 4.0
 
 
 def close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 96, 576, 1024])
+@pytest.mark.parametrize("size", [96, 1024])
 def test_norms(dtype: torch.dtype, size: int, ops: TritonLayerOps, device: torch.device) -> None:
     weight = drawn(device, dtype, size)
     for rows in (0, 1, 5):
@@ -67,7 +67,7 @@ def test_norm_of_heads_in_a_view(dtype: torch.dtype, ops: TritonLayerOps, device
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 80), (96, 48), (32, 8)])
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 80), (32, 8)])
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_rotation_with_and_without_norms_of_heads(
     dtype: torch.dtype, is_neox: bool, size: int, rotated: int, has_norm: bool, ops: TritonLayerOps, device: torch.device
@@ -83,9 +83,8 @@ def test_rotation_with_and_without_norms_of_heads(
     plain_q, plain_k = q.clone(), k.clone()
     exact_q, exact_k = q.double(), k.double()
     if has_norm:
+        exact_q, exact_k = (exact_norm(x, w) for x, w in zip((q, k), weights, strict=True))
         plain_q, plain_k = (PLAIN.rms_norm(x, w, EPS) for x, w in zip((plain_q, plain_k), weights, strict=True))
-        # The norm is rounded before the rotation, as where it is a step of its own.
-        exact_q, exact_k = plain_q.double(), plain_k.double()
     plain = PLAIN.rotary(plain_q, plain_k, positions, table, is_neox=is_neox)
     exact = rotate(exact_q, positions, table, is_neox), rotate(exact_k, positions, table, is_neox)
     if has_norm:
@@ -127,7 +126,7 @@ def test_gates(dtype: torch.dtype, size: int, ops: TritonLayerOps, device: torch
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (33, 100), (8, 1024), (70, 1040)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 100), (70, 1040)])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_products_of_few_rows(
     dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool, device: torch.device
@@ -135,20 +134,21 @@ def test_products_of_few_rows(
     backend = CudaLinear()
     weight = drawn(device, dtype, outputs, inputs)
     bias = drawn(device, dtype, outputs) if has_bias else None
-    for rows in (1, 2, 17):
+    for rows in (1, 17):
         # Rows of a wider tensor, the rest of which is poison.
         x = torch.full((rows, inputs + 8), float("nan"), dtype=dtype, device=device)[:, :inputs]
         x.copy_(drawn(device, dtype, rows, inputs))
         exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        close(backend.apply(x, backend.pack(weight), bias), F.linear(x, weight, bias), exact)
+        # torch's own product may multiply what lies behind a row by zero, and poison times zero is poison.
+        close(backend.apply(x, backend.pack(weight), bias), F.linear(x.contiguous(), weight, bias), exact)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (34, 100), (16, 2048)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(34, 100), (16, 2048)])
 def test_gated_products_of_few_rows(dtype: torch.dtype, outputs: int, inputs: int, device: torch.device) -> None:
     backend = CudaLinear()
     weight = drawn(device, dtype, outputs, inputs) * inputs**-0.5
-    for rows in (1, 3, 16):
+    for rows in (1, 18):
         x = drawn(device, dtype, rows, inputs) * 2
         gate, up = (x.double() @ weight.double().T).chunk(2, -1)
         plain_gate, plain_up = F.linear(x, weight).chunk(2, -1)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _LARGEST = 64
 """Larger batches compute for so long that the host's work beside them does not show."""
 _LARGEST_PADDED = 512
-_PADDED = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, _LARGEST_PADDED + 1, 64))
+_PADDED = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384)
 """Where steps are launched ahead, a batch is filled up to the next of these sizes: each takes its time at the start."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, list[AttentionBatch]], torch.Tensor]

@@ -201,7 +201,7 @@ class TritonAttention(AttentionBackend):
         """See ``AttentionBackend``."""
         batch, query = metadata.batch, self.context.query
         num_kv_heads, head_dim, block_size = query.num_kv_heads, query.head_dim, kv_cache.shape[3]
-        page, dependent = kv_cache.stride(0), self._launches.is_dependent(q_THD)
+        page, dependent = kv_cache.stride(0), self._launches.dependence(q_THD, is_small=batch.num_tokens == 1)
         strides = (k_TKD.stride(0), k_TKD.stride(1), v_TKE.stride(0), v_TKE.stride(1))
         # Where all requests have few tokens one launch does everything.
         stores = metadata.num_tiles == 0
@@ -226,9 +226,11 @@ class TritonAttention(AttentionBackend):
                 (metadata.num_decodes, num_kv_heads, metadata.splits),
                 q_THD, kv_cache, out_THE, self._partial, self._marks, self._counters,
                 batch.query_start if listed is None else listed, batch.query_start, batch.seq_lens, batch.block_table,
-                sinks, slopes, k_TKD, v_TKE, batch.slot_mapping, q_THD.stride(0), q_THD.stride(1), *strides, *shared,
+                sinks, slopes, k_TKD, v_TKE, batch.slot_mapping, metadata.splits, q_THD.stride(0), q_THD.stride(1),
+                *strides, *shared,
                 num_kv_heads, self._group, block_size, head_dim, metadata.decode_rows, self._width, self._columns,
-                metadata.splits, _SHORTEST, *flags, listed is not None, stores, dependent, num_warps=4, num_stages=3,
+                _MAX_SPLITS if metadata.splits > 1 else 1, _SHORTEST, *flags, listed is not None, stores, dependent,
+                num_warps=4, num_stages=3,
             )  # fmt: skip
         if metadata.num_tiles:
             assert metadata.tiles is not None

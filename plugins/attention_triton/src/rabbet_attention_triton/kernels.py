@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rabbet_attention_triton.launch import IS_INTERPRETED, let_next_begin, wait_for_inputs
+from rabbet_attention_triton.launch import IS_INTERPRETED, enter, wait_for_inputs
 
 __all__ = ["chunk_kernel", "decode_kernel", "store_kernel"]
 
@@ -35,8 +35,8 @@ def store_kernel(
     K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K heads of keys and values go to its slot; a slot of -1 writes nothing."""
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -119,12 +119,12 @@ def _attend(
     return most, weight, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
-    q, cache, out, partial, marks, counters, requests, query_start, seq_lens, tables, sinks, slopes, k, v, slots,
+    q, cache, out, partial, marks, counters, requests, query_start, seq_lens, tables, sinks, slopes, k, v, slots, splits,
     q_token, q_head, k_token, k_head, v_token, v_head, page, table_row, scale, window, soft_cap,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr,
+    COLUMNS: tl.constexpr, MOST_SPLITS: tl.constexpr, SHORTEST: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_LIST: tl.constexpr, STORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -134,14 +134,14 @@ def decode_kernel(
         k: Keys of the step, which this kernel puts into the cache if STORES: each program those of its own split.
         v: Values, likewise.
         slots: Where they go.
-        partial: float32 [B, K, SPLITS, ROWS, WIDTH] sums of splits.
-        marks: float32 [B, K, SPLITS, 2, ROWS] largest scores and weights of splits.
+        partial: float32 [B, K, splits, ROWS, WIDTH] sums of splits.
+        marks: float32 [B, K, splits, 2, ROWS] largest scores and weights of splits.
         counters: int32 [B, K], zero before and after.
         requests: int32 [B] which requests, if HAS_LIST; else all, in order.
-        SPLITS: Programs a head; short requests use fewer, and a split has at least SHORTEST keys.
+        splits: Programs a head, at most MOST_SPLITS; short requests use fewer, and a split has at least SHORTEST keys.
     """
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     index = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -153,7 +153,7 @@ def decode_kernel(
     if HAS_WINDOW:
         lowest = tl.maximum(length - count - window + 1, 0)
     start = lowest // COLUMNS * COLUMNS
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - start, SPLITS), COLUMNS) * COLUMNS, SHORTEST)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - start, splits), COLUMNS) * COLUMNS, SHORTEST)
     used = tl.maximum(tl.cdiv(length - start, share), 1)
     if split >= used:
         return
@@ -186,9 +186,9 @@ def decode_kernel(
         begin, tl.minimum(begin + share, length), lowest, length, page, head, scale, window, soft_cap,
         K, S, D, WIDTH, COLUMNS, HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI, True,
     )  # fmt: skip
-    if SPLITS > 1:
+    if MOST_SPLITS > 1:
         if used > 1:
-            place = (index * K + head).to(tl.int64) * SPLITS
+            place = (index * K + head).to(tl.int64) * splits
             mine = place + split
             place_in_split = rows[:, None] * WIDTH + dims[None, :]
             tl.store(partial + mine * (ROWS * WIDTH) + place_in_split, total, is_row[:, None])
@@ -199,7 +199,7 @@ def decode_kernel(
             if tl.atomic_add(counters + index * K + head, 1, sem="acq_rel") < used - 1:
                 return
             tl.store(counters + index * K + head, 0)
-            others = tl.arange(0, SPLITS)
+            others = tl.arange(0, MOST_SPLITS)
             is_other = (others < used)[:, None]
             its = marks + (place + others)[:, None] * (2 * ROWS) + rows[None, :]
             all_most = tl.load(its, is_other, other=float("-inf"), cache_modifier=".cg")
@@ -243,8 +243,8 @@ def chunk_kernel(
         tile_requests: int32 [tiles] request of a tile.
         tile_starts: int32 [tiles] its first query token within the request.
     """
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     tile = tl.program_id(1)
     head = tl.program_id(0)
     request = tl.load(tile_requests + tile)

@@ -2,8 +2,7 @@
 
 A kernel that is launched dependent (CUDA C++ Programming Guide, "Programmatic Dependent Launch") starts as the one in front
 of it runs out, and waits with ``wait_for_inputs`` before it reads what others wrote or writes anything. Weights may be
-read before: nothing writes them. Each kernel waits, so that its end means the end of all before it, and lets the next begin
-only then: kernels that wait in a row would take the room of the one that runs.
+read before: nothing writes them. Each kernel waits, so that its end means the end of all before it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-__all__ = ["IS_INTERPRETED", "Kernel", "is_dependent", "let_next_begin", "wait_for_inputs"]
+__all__ = ["IS_INTERPRETED", "Kernel", "dependence", "enter", "wait_for_inputs"]
 
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Triton's interpreter keeps bfloat16 as bits, knows no launches, and multiplies in float32 only."""
@@ -31,9 +30,15 @@ def _has_dependent(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= _FIRST_DEPENDENT
 
 
-def is_dependent(x: torch.Tensor) -> bool:
-    """Whether kernels on the device of ``x`` may be launched dependent: the value of DEPENDENT."""
-    return not IS_INTERPRETED.value and _has_dependent(x.get_device())
+def dependence(x: torch.Tensor, *, is_small: bool) -> int:
+    """The value of DEPENDENT for a launch on the device of ``x``: 0 where kernels follow one another only.
+
+    Else 1: the next kernel may begin once the inputs of this one are there; 2, for kernels that leave most of the device
+    idle (``is_small``): at once. A row of large ones that wait would take the room of the one that runs.
+    """
+    if IS_INTERPRETED.value or not _has_dependent(x.get_device()):
+        return 0
+    return 2 if is_small else 1
 
 
 class Kernel:
@@ -46,7 +51,8 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         """Keep the kernel; nothing is compiled."""
         self._function = function
-        self._is_constant = [parameter.is_constexpr for parameter in function.params] if not IS_INTERPRETED.value else []
+        parameters = [] if IS_INTERPRETED.value else function.params
+        self._kinds = [(parameter.is_constexpr, parameter.do_not_specialize) for parameter in parameters]
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, grid: Sequence[int], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:
@@ -62,12 +68,12 @@ class Kernel:
             self._function[tuple(grid)](*arguments)
             return
         key: list[Any] = [num_warps, num_stages, arguments[0].get_device()]
-        for argument, is_constant in zip(arguments, self._is_constant, strict=True):
+        for argument, (is_constant, is_any) in zip(arguments, self._kinds, strict=True):
             if is_constant:
                 key.append(argument)
             elif isinstance(argument, torch.Tensor):
                 key.append((argument.dtype, argument.data_ptr() % 16 == 0))
-            elif isinstance(argument, int):
+            elif isinstance(argument, int) and not is_any:
                 key.append(1 if argument == 1 else (argument % 16 == 0, argument.bit_length() > 31))
         fixed = tuple(key)
         compiled = self._compiled.get(fixed)
@@ -81,14 +87,16 @@ class Kernel:
 
 
 @triton.jit
-def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Wait until the kernels in front have ended."""
-    if DEPENDENT:
-        tl_cuda.gdc_wait()
+def enter(DEPENDENT: tl.constexpr):
+    """First of all, before what does not depend on the kernels in front."""
+    if DEPENDENT == 2:
+        tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def let_next_begin(DEPENDENT: tl.constexpr):
-    """The kernel behind may start; it waits for this one's end before it reads."""
-    if DEPENDENT:
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Wait until the kernels in front have ended, then let the one behind begin: it waits for this one in turn."""
+    if DEPENDENT > 0:
+        tl_cuda.gdc_wait()
+    if DEPENDENT == 1:
         tl_cuda.gdc_launch_dependents()

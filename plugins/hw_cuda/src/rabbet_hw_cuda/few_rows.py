@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from rabbet_hw_cuda.launch import Kernel, is_dependent
+from rabbet_hw_cuda.launch import Kernel, dependence
 from rabbet_hw_cuda.linear_kernels import few_kernel, one_kernel
 
 __all__ = ["multiply"]
@@ -32,7 +32,7 @@ def multiply(
         block, width, warps = one_shape(outputs, size, is_gated=is_gated)
         _one(
             (-(-outputs // block), 1, 1), x_TI, weight_OI, bias, out_TO, outputs, size, block, width,
-            bias_O is not None, is_gated, is_dependent(x_TI), num_warps=warps,
+            bias_O is not None, is_gated, dependence(x_TI, is_small=True), num_warps=warps,
         )  # fmt: skip
         return
     tile = max(16, 1 << (rows - 1).bit_length())
@@ -41,7 +41,7 @@ def multiply(
     _few(
         (-(-outputs // block), splits, 1), x_TI, weight_OI, bias, out_TO, work.partial, work.counters,
         rows, outputs, x_TI.stride(0), size, tile, block, width, splits,
-        bias_O is not None, is_gated, is_dependent(x_TI), num_warps=warps, num_stages=stages,
+        bias_O is not None, is_gated, dependence(x_TI, is_small=False), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

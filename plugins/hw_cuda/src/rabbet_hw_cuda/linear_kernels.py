@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rabbet_hw_cuda.launch import IS_INTERPRETED, let_next_begin, wait_for_inputs
+from rabbet_hw_cuda.launch import IS_INTERPRETED, enter, wait_for_inputs
 
 __all__ = ["few_kernel", "one_kernel"]
 
@@ -25,6 +25,7 @@ def one_kernel(
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS outputs of one row. IS_GATED: of OUT = half the matrix's outputs, each silu(its own) * (the one OUT below)."""
+    enter(DEPENDENT)
     rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, INPUTS)
     is_row = rows < OUT
@@ -36,7 +37,6 @@ def one_kernel(
     if IS_GATED:
         first_up = tl.load(at_up, inside, other=0.0)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     values = tl.load(x + columns, columns < IN, other=0.0).to(tl.float32)
     sums = first_tile.to(tl.float32) * values[None, :]
     if IS_GATED:
@@ -59,7 +59,7 @@ def one_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def few_kernel(
     x, weight, bias, out, partial, counters, T, OUT, x_row,
     IN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
@@ -74,6 +74,7 @@ def few_kernel(
         partial: float32 [parts, SPLITS, 1 or 2, OUTPUTS, ROWS].
         counters: int32 [parts], zero before and after.
     """
+    enter(DEPENDENT)
     part = tl.program_id(0)
     split = tl.program_id(1)
     lines = tl.arange(0, OUTPUTS)
@@ -87,7 +88,6 @@ def few_kernel(
     at_weight = weight + outputs[:, None].to(tl.int64) * IN + columns[None, :]
     at_up = weight + (outputs + OUT)[:, None].to(tl.int64) * IN + columns[None, :]
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(begin, tl.minimum(begin + share, IN), INPUTS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from rabbet.contracts.layer_ops import LayerOps
-from rabbet_hw_cuda.launch import Kernel, is_dependent
+from rabbet_hw_cuda.launch import Kernel, dependence
 from rabbet_hw_cuda.ops_kernels import gated_kernel, rms_norm_kernel, rotary_kernel
 
 __all__ = ["TritonLayerOps"]
@@ -49,7 +49,7 @@ class TritonLayerOps(LayerOps):
             width = _width(size)
             _rms_norm(
                 (rows, 1, 1), x_TN, x_TN, weight_N, out, outer_stride, inner_stride, inner, eps, size, width, False,
-                is_dependent(x_TN), num_warps=_warps(width),
+                dependence(x_TN, is_small=rows == 1), num_warps=_warps(width),
             )  # fmt: skip
         return out
 
@@ -64,7 +64,7 @@ class TritonLayerOps(LayerOps):
             width = _width(size)
             _rms_norm(
                 (rows, 1, 1), x_TN, residual_TN, weight_N, x_TN, size, 0, 1, eps, size, width, True,
-                is_dependent(x_TN), num_warps=_warps(width),
+                dependence(x_TN, is_small=rows == 1), num_warps=_warps(width),
             )  # fmt: skip
         return x_TN, residual_TN
 
@@ -120,7 +120,7 @@ class TritonLayerOps(LayerOps):
             cos_sin_PR if q_weight_D is None else q_weight_D, cos_sin_PR if k_weight_D is None else k_weight_D, eps,
             q_THD.stride(0), q_THD.stride(1), k_TKD.stride(0), k_TKD.stride(1),
             num_heads, num_kv_heads, size, half, _width(half), _width(rest) if rest else 0,
-            _HEADS, is_neox, q_weight_D is not None, is_dependent(q_THD), num_warps=1,
+            _HEADS, is_neox, q_weight_D is not None, dependence(q_THD, is_small=num_tokens == 1), num_warps=1,
         )  # fmt: skip
         return q_THD, k_TKD
 
@@ -139,5 +139,5 @@ class TritonLayerOps(LayerOps):
         rows = out.numel() // size if size else 0
         if rows:
             grid = (rows, -(-size // _BLOCK), 1)
-            _gated(grid, x_T2N, out, 2 * size, size, _BLOCK, kind, is_dependent(x_T2N), num_warps=4)
+            _gated(grid, x_T2N, out, 2 * size, size, _BLOCK, kind, dependence(x_T2N, is_small=rows == 1), num_warps=4)
         return out

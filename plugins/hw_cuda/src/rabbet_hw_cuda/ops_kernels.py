@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rabbet_hw_cuda.launch import let_next_begin, wait_for_inputs
+from rabbet_hw_cuda.launch import enter, wait_for_inputs
 
 __all__ = ["gated_kernel", "rms_norm_kernel", "rotary_kernel"]
 
@@ -22,12 +22,12 @@ def rms_norm_kernel(
 
     With HAS_RESIDUAL the sum goes to ``residual``, and rows of x are those of ``out``.
     """
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     inside = columns < N
     scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     values = tl.load(x + row // INNER * x_outer + row % INNER * x_inner + columns, inside, other=0.0)
     if HAS_RESIDUAL:
         # The sum is rounded before it is normalised: what the next layer adds to is what this one saw.
@@ -67,15 +67,13 @@ def _turn(
             rest = tl.load(start + others[None, :], is_other, other=0.0).to(tl.float32)
             squares += tl.sum(rest * rest, 1)
         inverse = tl.rsqrt(squares / D + eps)[:, None]
-        # Rounded as if the norm were a step of its own.
-        kind = base.dtype.element_ty
         first_scale = tl.load(weight + at_first, pairs < HALF, other=0.0).to(tl.float32)
         second_scale = tl.load(weight + at_second, pairs < HALF, other=0.0).to(tl.float32)
-        first = (first * inverse * first_scale[None, :]).to(kind).to(tl.float32)
-        second = (second * inverse * second_scale[None, :]).to(kind).to(tl.float32)
+        first = first * inverse * first_scale[None, :]
+        second = second * inverse * second_scale[None, :]
         if REST > 0:
             rest = rest * inverse * tl.load(weight + others, others < D, other=0.0).to(tl.float32)[None, :]
-            tl.store(start + others[None, :], rest.to(kind), is_other)
+            tl.store(start + others[None, :], rest.to(base.dtype.element_ty), is_other)
     tl.store(start + at_first[None, :], (first * cosine - second * sine).to(base.dtype.element_ty), inside)
     tl.store(start + at_second[None, :], (second * cosine + first * sine).to(base.dtype.element_ty), inside)
 
@@ -88,8 +86,8 @@ def rotary_kernel(
     HEADS: tl.constexpr, IS_NEOX: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """HEADS query or key heads of one token a program: norm of each head, if any, then the rotation. In place."""
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     pairs = tl.arange(0, WIDTH)
@@ -114,8 +112,8 @@ def gated_kernel(
     x, out, x_row, N, BLOCK: tl.constexpr, KIND: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of one row: act(x[:N]) * x[N:]. KIND: 0 silu, 1 gelu, 2 gelu by tanh."""
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N

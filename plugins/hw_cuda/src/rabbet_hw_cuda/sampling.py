@@ -9,7 +9,7 @@ import torch
 import triton
 
 from rabbet.contracts.platform import DrawBatch
-from rabbet_hw_cuda.launch import Kernel, is_dependent
+from rabbet_hw_cuda.launch import Kernel, dependence
 from rabbet_hw_cuda.sampling_kernels import chunk_kernel, row_kernel
 
 __all__ = ["draw"]
@@ -35,7 +35,7 @@ def draw(logits_BV: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
     chunks = triton.cdiv(vocab_size, _BLOCK)
     scores = torch.empty((count, chunks), dtype=torch.float32, device=logits_BV.device)
     ids = torch.empty((count, chunks), dtype=torch.int32, device=logits_BV.device)
-    dependent = is_dependent(logits_BV)
+    dependent = dependence(logits_BV, is_small=count == 1)
     _chunk(
         (count, chunks, 1), logits_BV, batch.temperature_B, batch.seed_B, batch.index_B, scores, ids,
         logits_BV.stride(0), vocab_size, _BLOCK, batch.is_random, dependent, num_warps=8,

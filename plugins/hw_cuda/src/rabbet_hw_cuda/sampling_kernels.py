@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rabbet_hw_cuda.launch import let_next_begin, wait_for_inputs
+from rabbet_hw_cuda.launch import enter, wait_for_inputs
 
 __all__ = ["chunk_kernel", "row_kernel"]
 
@@ -50,8 +50,8 @@ def chunk_kernel(
     BLOCK: tl.constexpr, IS_RANDOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The best score of BLOCK logits of one row, and its id: -1 if one of them is NaN or plus infinity."""
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
@@ -71,8 +71,8 @@ def chunk_kernel(
 @triton.jit
 def row_kernel(scores, ids, out, COUNT, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
     """The best chunk of one row, the first of equal ones; -1 if any chunk is bad, or no logit is finite."""
+    enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     values = tl.load(scores + row * COUNT + at, at < COUNT, other=float("-inf"))
