@@ -47,7 +47,7 @@ from rabbet_sdk.oracles.quantization import dense_experts
 
 __all__ = ["MoEConformance"]
 
-_ROWS = (1, 2, 7, 33)
+_ROWS = (1, 5, 21)
 _SIZES = {"base": (64, 48, 8, 2), "odd": (33, 25, 5, 3), "one_expert": (40, 16, 1, 1), "all_chosen": (32, 64, 4, 4),
           "many": (32, 16, 60, 6), "one_inner": (48, 1, 3, 2), "tiles": (192, 160, 4, 2)}  # fmt: skip
 
@@ -335,11 +335,11 @@ class MoEConformance(SupportsConformance):
     @cases("dtype_cases")
     def test_tokens_do_not_depend_on_one_another(self, bench: Bench, subject: Subject, case: Case) -> None:
         """A token alone, in other batches and in another place: near, and bitwise the same where that is claimed."""
-        experts, step = bench.experts(case.value), bench.tokens(case.value, 70)
+        experts, step = bench.experts(case.value), bench.tokens(case.value, 50)
         packed = bench.pack(experts)
         whole = bench.check(experts, packed, step)
-        order = torch.randperm(70, generator=bench.generator).to(bench.device)
-        ranges = [torch.arange(first, first + count) for first, count in ((0, 1), (17, 1), (40, 5), (3, 65))]
+        order = torch.randperm(50, generator=bench.generator).to(bench.device)
+        ranges = [torch.arange(first, first + count) for first, count in ((0, 1), (17, 1), (40, 5), (3, 45))]
         for rows in (*ranges, order):
             part = bench.check(experts, packed, tuple(tensor[rows.to(bench.device)] for tensor in step))  # type: ignore[arg-type]
             if subject.claims.has("batch_invariant"):
