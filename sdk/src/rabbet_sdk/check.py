@@ -76,7 +76,9 @@ def check_plugin(
     """
     entry = find_entry(plugin)
     if entry.kind not in SUITES:
-        raise PluginError(f"there is no suite for the kind {entry.kind}; there are: {', '.join(SUITES)}", kind=entry.kind)
+        raise PluginError(
+            f"there is no suite for the kind {entry.kind}; there are: {', '.join(SUITES)}", kind=entry.kind
+        )
     if tests is not None and not tests.is_file():
         raise PluginError(f"--tests {tests}: there is no such file", kind=entry.kind)
     with tempfile.TemporaryDirectory() as directory:
