@@ -125,7 +125,7 @@ def test_no_driver_and_a_broken_one_mean_no_gpus(driver: Any, monkeypatch: pytes
 
     monkeypatch.setattr(devices.ctypes, "CDLL", missing)
     assert visible_gpus() == () and CudaPlatform.detect() == ()
-    assert CudaPlatform.supports(PlatformQuery(dtype="bfloat16"))[0].code == "RANKS"
+    assert CudaPlatform.supports(PlatformQuery(dtype="bfloat16"))[0].code == "NO_DEVICE"
 
 
 GPUS = tuple(Gpu(index, f"GPU-{index}a-{index}", "x", "sm_90", GIB) for index in range(3))

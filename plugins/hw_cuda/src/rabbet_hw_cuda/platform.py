@@ -28,7 +28,7 @@ __all__ = ["CudaPlatform"]
 
 _GIB = 1 << 30
 _OLDEST = 80
-_PREFERENCES = {"attention": ("flash", "triton"), "linear": ("cuda",)}
+_PREFERENCES = {"attention": ("triton",), "linear": ("cuda",)}
 
 
 @register_platform("cuda")
@@ -52,6 +52,9 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         refusals = []
         gpus = visible_gpus()
         count = len(cls.detect())
+        if not count:
+            what = "the driver tells of no GPU that may be used" if not gpus else f"no GPU of capability {_OLDEST / 10} or newer"
+            return (Refusal(code="NO_DEVICE", message=what, fix="nvidia-smi -L; CUDA_VISIBLE_DEVICES"),)
         if query.device_ids:
             try:
                 count = len(choose(gpus, query.device_ids))
