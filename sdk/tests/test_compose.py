@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rabbet_sdk.compose import _Child, axes_of
+from rabbet_sdk.strict import install_twins
 
 from rabbet.errors import PluginError
 
@@ -47,6 +48,11 @@ class Linear(TorchLinearBackend):
 Run = Callable[..., dict[str, Any]]
 
 
+def _is_of_other_tests(path: Path, own: Path) -> bool:
+    is_installed = path.name in ("site-packages", "dist-packages") or own in path.parents
+    return not is_installed and any(path.glob("*.dist-info"))
+
+
 @pytest.fixture
 def compose(fake_dist: Callable[..., str], tmp_path: Path) -> Run:
     fake_dist("acme-two", provides={"attention/two": "acme_two.plugin:Two"}, modules={"plugin.py": TWO})
@@ -58,10 +64,16 @@ def compose(fake_dist: Callable[..., str], tmp_path: Path) -> Run:
             f"acme-{name}", provides={f"linear/{name}": f"acme_{name}.plugin:Linear"}, modules={"plugin.py": source}
         )
 
+    # What other tests of this process have left on the path, beside the twins too, is nobody's business here.
+    twins = tmp_path / "twins"
+    twins.mkdir()
+    install_twins(twins)
+    paths = [str(twins), *(path for path in sys.path if path and not _is_of_other_tests(Path(path), tmp_path))]
+
     def run(*plugins: str, code: int) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "rabbet_sdk", "compose", "platform/cpu", "executor/uni", *plugins, "--json"],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, cwd=tmp_path,
             capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr

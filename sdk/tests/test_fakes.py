@@ -11,7 +11,7 @@ from rabbet_sdk.conformance.subject import load_subject
 from rabbet_sdk.fakes.model import END, UNSCRIPTED, ScriptedForCausalLM
 
 from rabbet.contracts import Refusal
-from rabbet.errors import ConfigError, PluginRefusedError
+from rabbet.errors import ConfigError, PluginLoadError, PluginRefusedError
 from rabbet.types.outputs import FinishReason
 
 SCRIPT = [([5, 6, 7], [10, 11, 10, 9]), ([5, 6, 8] * 9, [20, 3, 20]), ([5, 6], [8, 33])]
@@ -34,7 +34,7 @@ def test_scripted_model_says_so_where_no_script_holds(tiny_engine: Callable[...,
 
 
 def test_a_script_of_two_minds_is_refused(tiny_engine: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"differ after \[5, 6, 7\]"):
+    with pytest.raises(PluginLoadError, match=r"differ after \[5, 6, 7\]"):
         tiny_engine(script=[([5, 6], [7, 8]), ([5, 6, 7], [9])])
 
 
