@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment that this script makes. Arguments go to pytest.
+# The test suite, in an environment that this script makes. Arguments go to pytest; without any, tests marked slow are left out:
+# they walk the tutorials and certify wheels, and would take the suite past half an hour on two cores. All: bash scripts/test.sh -m ""
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/_environment.sh
@@ -8,4 +9,5 @@ make_environment "${RABBET_TEST_VENV:-.cache/test-venv}" dev
 
 ruff check core sdk plugins tests scripts
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+if [ $# -eq 0 ]; then set -- -m "not slow"; fi
 python -m pytest "$@"

@@ -83,6 +83,7 @@ def compose(fake_dist: Callable[..., str], tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_each_pair_stands_in_a_composition_and_a_fault_of_a_pair_names_both(compose: Run) -> None:
     found = compose("attention/two", "attention/cpu", "linear/torch", code=1)
     stood = {pair for row in found["runs"] for pair in combinations(map("/".join, row["composition"].items()), 2)}

@@ -147,6 +147,7 @@ class TestScalesInThePage(KVCacheDtypeConformance):
     plugin = "kv_cache_dtype/int4_paged"
 
 
+@pytest.mark.slow
 class TestAttentionWithScalesOfHeads(AttentionConformance):
     plugin = "attention/coded"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
@@ -21,7 +19,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_wheels_generate_a_token_in_a_new_environment(wheel_environment, tmp_path: Path) -> None:
     plugins = {f"rabbet_{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml")}
     built = {path.name.split("-")[0] for path in wheel_environment.wheels.glob("*.whl")}

@@ -93,7 +93,8 @@ def test_steps_launched_ahead_change_nothing(
     backends = {"attention_backend": "cpu", "linear_backend": "cpu"}
     random = SamplingParams(temperature=0.9, seed=4, max_tokens=24)
     params = [GREEDY, replace(GREEDY, logprobs=1), random, replace(random, top_k=9)]
-    with LLM(str(model_dir), **COMMON, **device, **backends, **options) as llm:
+    prompts, expected = prompts[:8], expected[:8]
+    with LLM(str(model_dir), **COMMON, **device, **backends, **({"max_num_seqs": 8} | options)) as llm:
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = llm.generate(inputs, [params[i % 4] for i in range(len(inputs))], use_tqdm=False)
         again = llm.generate(inputs[2:4], [params[2], params[3]], use_tqdm=False)

@@ -87,7 +87,6 @@ def test_outsiders_are_listed_and_never_taken_by_auto(environment) -> None:
     assert "->  cpu" in why and "acme_chip" in why
 
 
-@pytest.mark.slow
 def test_a_quantisation_method_and_a_platform_serve_together(serve) -> None:
     with serve("--quantization", "acme_round8", "--device", "acme_chip") as client:
         assert answer(client) == " Paris"
@@ -95,7 +94,6 @@ def test_a_quantisation_method_and_a_platform_serve_together(serve) -> None:
         assert "acme" in json.dumps(client.get("/version").json()) or "rabbet" in metrics
 
 
-@pytest.mark.slow
 def test_a_hook_plugin_adds_a_command_and_only_by_permission_a_route(environment, serve) -> None:
     out = environment.run(str(environment.bin / "rabbet"), "acme-greet", "--name", "Ada", RABBET_PLUGINS_ALLOW="*,acme_greeter")
     assert out.strip() == "acme greets Ada"

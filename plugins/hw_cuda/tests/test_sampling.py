@@ -10,7 +10,7 @@ from rabbet_hw_cuda.sampling import draw
 
 from rabbet.contracts.platform import DrawBatch
 
-COUNT = 1500 if torch.cuda.is_available() else 200
+COUNT = 1500 if torch.cuda.is_available() else 80
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5, -0.5]
 
 
