@@ -77,9 +77,10 @@ def test_company_and_place_change_no_draw(device: torch.device) -> None:
     assert together[1] == int(logits[1].argmax())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_filtered", [False, True])
-def test_rows_that_are_not_finite_say_so_alone(is_filtered: bool, device: torch.device) -> None:
-    logits = torch.randn(6, 4500, device=device).bfloat16()
+def test_rows_that_are_not_finite_say_so_alone(is_filtered: bool, dtype: torch.dtype, device: torch.device) -> None:
+    logits = torch.randn(6, 4500, device=device).to(dtype)
     logits[1, 4400] = float("nan")
     logits[2, 7] = float("inf")
     logits[3] = float("-inf")

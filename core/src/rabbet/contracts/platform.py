@@ -222,6 +222,6 @@ class SupportsAsyncSteps(ABC):
         token in any batch. May be captured (``SupportsGraphs``).
 
         Args:
-            logits_BV: float32, or the model's dtype. May be overwritten.
+            logits_BV: float32, or the model's dtype. Left as they are: a captured step's may be drawn from once more.
             batch: Of the same rows.
         """

@@ -37,7 +37,7 @@ def multiply(
         return
     tile = max(16, 1 << (rows - 1).bit_length())
     block, width, splits, warps, stages = few_shape(outputs, size)
-    work = _workspace(x_TI.get_device(), x_TI.device)
+    work = _workspace(x_TI.device)
     _few(
         (-(-outputs // block), splits, 1), x_TI, weight_OI, bias, out_TO, work.partial, work.counters,
         rows, outputs, x_TI.stride(0), size, tile, block, width, splits,
@@ -54,7 +54,7 @@ class _Workspace:
 
 
 @cache
-def _workspace(_index: int, device: torch.device) -> _Workspace:
+def _workspace(device: torch.device) -> _Workspace:
     partial = torch.empty(_PARTIAL, dtype=torch.float32, device=device)
     return _Workspace(partial, torch.zeros(_MOST_PARTS, dtype=torch.int32, device=device))
 

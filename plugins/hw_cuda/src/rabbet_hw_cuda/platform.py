@@ -17,7 +17,7 @@ from rabbet.contracts.platform import (
     SupportsAsyncSteps,
     SupportsGraphs,
 )
-from rabbet_hw_cuda.devices import choose, visible_gpus
+from rabbet_hw_cuda.devices import Gpu, choose, visible_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,11 @@ __all__ = ["CudaPlatform"]
 _GIB = 1 << 30
 _OLDEST = 80
 _PREFERENCES = {"attention": ("triton",), "linear": ("cuda",)}
+
+
+def _is_usable(gpu: Gpu) -> bool:
+    """Whether the kernels run on it."""
+    return int(gpu.arch.removeprefix("sm_")) >= _OLDEST
 
 
 @register_platform("cuda")
@@ -43,7 +48,7 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         return tuple(
             DeviceInfo(index=gpu.index, name=gpu.name, arch=gpu.arch, total_memory_bytes=gpu.total_memory_bytes)
             for gpu in visible_gpus()
-            if int(gpu.arch.removeprefix("sm_")) >= _OLDEST
+            if _is_usable(gpu)
         )
 
     @classmethod
@@ -51,7 +56,7 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         """As many GPUs as ranks, and names that are theirs."""
         refusals = []
         gpus = visible_gpus()
-        count = len(cls.detect())
+        count = sum(map(_is_usable, gpus))
         if not count:
             what = "the driver tells of no GPU that may be used" if not gpus else f"no GPU of capability {_OLDEST / 10} or newer"
             return (Refusal(code="NO_DEVICE", message=what, fix="nvidia-smi -L; CUDA_VISIBLE_DEVICES"),)
@@ -62,7 +67,7 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
                 refusals.append(Refusal(code="DEVICE_IDS", message=str(error), fix="nvidia-smi -L lists the GPUs"))
         if not refusals and query.num_local_ranks > count:
             message = f"{query.num_local_ranks} ranks, but {count} GPUs"
-            refusals.append(Refusal(code="RANKS", message=message, fix=f"--tensor-parallel-size {max(count, 1)}"))
+            refusals.append(Refusal(code="RANKS", message=message, fix=f"--tensor-parallel-size {count}"))
         return tuple(refusals)
 
     @classmethod
@@ -82,7 +87,6 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         return _PREFERENCES.get(kind, ())
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None
         self._ops: LayerOps | None = None
         self._held_bytes = 0
         self._pool: Any = None
@@ -96,9 +100,9 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
             wanted = choose(visible_gpus(), self.device_ids)[local_rank].uuid.removeprefix("GPU-")
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
             index = uuids.index(wanted)
-        self._device = torch.device("cuda", index)
-        torch.cuda.set_device(self._device)
-        return self._device
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        return device
 
     def memory(self) -> MemoryInfo:
         """See ``Platform``; what the allocator keeps for later counts as free."""

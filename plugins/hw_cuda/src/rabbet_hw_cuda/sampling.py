@@ -63,4 +63,4 @@ def _filtered(logits_RV: torch.Tensor, batch: DrawBatch, first: int) -> torch.Te
     kept &= (before < top_p * weights.sum(-1, keepdim=True)) | (ranks == 0)
     is_kept = torch.empty_like(kept).scatter_(1, order, kept)
     is_kept |= (temperature <= 0) | ~torch.isfinite(values[:, :1])
-    return logits.masked_fill_(~is_kept, float("-inf"))
+    return logits.masked_fill(~is_kept, float("-inf"))
