@@ -12,7 +12,7 @@ from rabbet.contracts.batch import AttentionBatch
 from rabbet.runner.slots import Row, Slots
 from rabbet.types.plan import StepPlan
 
-__all__ = ["SampleRow", "StepInputs", "build_inputs"]
+__all__ = ["SampleRow", "StepInputs", "build_inputs", "flat_tokens", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,8 @@ def build_inputs(plan: StepPlan, slots: Slots, *, block_size: int, device: torch
         slot = slots.rows[request_id].slot
         start = int(slots.num_tokens[slot])
         slots.token_ids[slot, start : start + len(drafts)] = drafts
-    computed = slots.num_computed[index]
-    query_start = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    num_tokens = int(query_start[-1])
-    if num_tokens == len(rows):
-        owner, positions = index, computed
-    else:
-        owner = np.repeat(index, counts)
-        positions = np.arange(num_tokens) + np.repeat(computed - query_start[:-1], counts)
-    seq_lens = (computed + counts).astype(np.int32)
+    query_start, owner, positions, seq_lens = flat_tokens(slots, index, counts)
+    num_tokens = len(owner)
     sample_index, sample_rows, num_sampled = _samples(plan, slots, rows, query_start, seq_lens)
     to_device = _Mover(device)
     positions_device = to_device(positions)
@@ -91,7 +83,7 @@ def build_inputs(plan: StepPlan, slots: Slots, *, block_size: int, device: torch
     num_blocks = -(-int(seq_lens.max()) // block_size)
     batches = []
     for table in slots.block_tables:
-        slot_mapping = table[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slot_mapping = slots_of(table, owner, positions, block_size)
         batches.append(
             AttentionBatch(
                 block_table=to_device(np.ascontiguousarray(table[index, :num_blocks])),
@@ -109,6 +101,36 @@ def build_inputs(plan: StepPlan, slots: Slots, *, block_size: int, device: torch
         sample_rows=sample_rows,
         num_sampled=num_sampled,
     )
+
+
+def flat_tokens(
+    slots: Slots, index: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of a step, one request after another.
+
+    Args:
+        slots: The persistent batch.
+        index: int64 [B] rows of the requests.
+        counts: int64 [B] tokens of each in this step.
+
+    Returns:
+        Where requests begin, int32 [B + 1]; row and position of each token, int64 [T]; lengths after the step, int32 [B].
+    """
+    computed = slots.num_computed[index]
+    query_start = np.zeros(len(index) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    seq_lens = (computed + counts).astype(np.int32)
+    num_tokens = int(query_start[-1])
+    if num_tokens == len(index):
+        return query_start, index, computed, seq_lens
+    positions = np.arange(num_tokens) + np.repeat(computed - query_start[:-1], counts)
+    return query_start, np.repeat(index, counts), positions, seq_lens
+
+
+def slots_of(table: np.ndarray, owner: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Places in the cache of tokens with these rows of a block table and positions, int64."""
+    places: np.ndarray = table[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return places
 
 
 def _samples(

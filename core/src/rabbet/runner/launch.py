@@ -19,6 +19,7 @@ import torch
 
 from rabbet.contracts.batch import AttentionBatch
 from rabbet.contracts.platform import CaptureError, DrawBatch, GraphSession, SupportsAsyncSteps, SupportsGraphs
+from rabbet.runner.inputs import flat_tokens, slots_of
 from rabbet.runner.slots import Row, Slots
 from rabbet.types.outputs import StepResult
 from rabbet.types.plan import StepPlan
@@ -202,14 +203,8 @@ class Launcher:
 
     def _run(self, index: np.ndarray, counts: np.ndarray, samples: np.ndarray) -> torch.Tensor:
         """A step of any shape, launched operation by operation."""
-        slots = self._slots
-        query_start = np.zeros(len(index) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        num_tokens = int(query_start[-1])
-        computed = slots.num_computed[index]
-        owner = np.repeat(index, counts)
-        positions = np.arange(num_tokens) + np.repeat(computed - query_start[:-1], counts)
-        seq_lens = (computed + counts).astype(np.int32)
+        query_start, owner, positions, seq_lens = flat_tokens(self._slots, index, counts)
+        num_tokens = len(owner)
         known = index[samples]
         draw = self._draw_arrays(known)
         arrays = [
@@ -294,8 +289,8 @@ class Launcher:
 
     def _token_arrays(self, owner: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
         """Ids, slots, positions, then the places in the cache for each group."""
-        slots, size = self._slots, self._block_size
-        places = [table[owner, positions // size] * np.int64(size) + positions % size for table in slots.block_tables]
+        slots = self._slots
+        places = [slots_of(table, owner, positions, self._block_size) for table in slots.block_tables]
         return [slots.token_ids[owner, positions], owner, positions, *places]
 
     def _draw_arrays(self, index: np.ndarray) -> list[np.ndarray]:
