@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 
-from rabbet.errors import OverloadedError
-from rabbet.server.stream import DONE, EventStream, EventWriter, merge, until_disconnect
+from rabbet.errors import OverloadedError, RequestFailedError
+from rabbet.server.stream import DONE, EventStream, EventWriter, event, merge, until_disconnect
+from rabbet.types.outputs import FinishReason
+
+BREAKS = "a\x85b\u2028c\u2029d é\u0085\U0001f600\v\f\x1c\x1d\x1e\r\n"
+"""All at which str.splitlines divides, beside others that need two and four bytes."""
 
 
 class Client:
@@ -194,3 +199,48 @@ def test_written_chunks_are_json() -> None:
     writer = EventWriter({"id": "x"})
     assert writer.chunk([{"text": '"\n'}]) == b'data: {"id":"x","choices":[{"text":"\\"\\n"}]}\n\n'
     assert writer.chunk([], {"total": 1}) == b'data: {"id":"x","choices":[],"usage":{"total":1}}\n\n'
+
+
+def test_what_clients_take_for_a_line_break_is_escaped_in_events_to_the_byte() -> None:
+    assert event({"a": "x\x85y\u2028z\u2029"}) == b'data: {"a":"x\\u0085y\\u2028z\\u2029"}\n\n'
+    assert event({"\u2028": 1}) == b'data: {"\\u2028":1}\n\n'
+    # Nothing else changes: neighbours that share bytes with the three, and what was written as an escape already.
+    kept = "\x84\x86 é\u0105\u2027\u202a \U00020a8a \\u2028"
+    assert (
+        event({"a": kept}) == f"data: {json.dumps({'a': kept}, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    )
+    writer = EventWriter({"model": "m\u2028"})
+    assert writer.chunk([{"text": "\x85"}], {"n": "\u2029"}) == (
+        b'data: {"model":"m\\u2028","choices":[{"text":"\\u0085"}],"usage":{"n":"\\u2029"}}\n\n'
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_clients_that_divide_at_any_line_break_read_every_event(site: Any, path: str) -> None:
+    """Text of the model, an echo of the client's, log probabilities and an error within the stream."""
+    ids = list(BREAKS.encode())
+    failure = {"finish_reason": FinishReason.ERROR, "error": f"failed {BREAKS}"}
+    site.engine.script = lambda _request: [*ids, 97, failure]
+    is_chat = "chat" in path
+    asked = {"messages": [{"role": "user", "content": BREAKS}], "logprobs": True} if is_chat else {"prompt": BREAKS}
+    answer = site.post(path, {**asked, "echo": True, "stream": True, "max_tokens": 90})
+    # httpx itself divides in this way.
+    lines = [line for line in answer.iter_lines() if line]
+    assert lines == [line for line in answer.text.split("\n") if line] and lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert BREAKS in events.pop()["error"]["message"]
+    choices = [choice for chunk in events for choice in chunk["choices"]]
+    assert "".join(c["delta"].get("content", "") if is_chat else c["text"] for c in choices) == BREAKS + BREAKS + "a"
+
+
+def test_an_error_that_the_stream_itself_writes_is_escaped_too(run: Callable[..., Any]) -> None:
+    async def work() -> None:
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield event({})
+            raise RequestFailedError("x\u2028y")
+
+        client = Client()
+        await client.get(events())
+        assert b'"message":"x\\u2028y"' in client.body and len(client.body.decode().splitlines()) == 6
+
+    run(work)

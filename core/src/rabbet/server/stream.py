@@ -23,8 +23,20 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+_BREAKS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
+"""Events end at a line feed alone, but many clients divide at all of str.splitlines; JSON escapes the others anyway."""
 _T = TypeVar("_T")
+
+
+def _encode(content: Any) -> bytes:
+    """JSON on one line, for whatever a client takes for a line. Every event is made of this."""
+    encoded = _encoder.encode(content)
+    if not encoded.isascii():
+        # These bytes stand for nothing else in UTF-8, and outside of strings JSON is ASCII.
+        for raw, escaped in _BREAKS:
+            encoded = encoded.replace(raw, escaped)
+    return encoded
 
 
 def event(content: Any) -> bytes:
