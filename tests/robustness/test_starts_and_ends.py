@@ -81,6 +81,18 @@ def test_a_server_that_hangs_while_it_loads_says_so_and_can_be_stopped(
         process.kill()
 
 
+def test_a_log_on_a_full_disk_keeps_nobody_from_being_served(tiny_model: Path) -> None:
+    from robustness_e2e import start
+
+    server = start(Path("/dev/full"), "--max-model-len", "64", "--kv-cache-memory-bytes", "1M", model=str(tiny_model))
+    try:
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1, 2], "max_tokens": 2}, timeout=30)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] in (1, 2)
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+
+
 def test_kernels_that_run_out_of_memory_fail_a_request_and_those_that_crash_end_the_server(
     serve: Callable[..., Any], kernels: tuple[str, ...], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -140,6 +141,29 @@ def test_faults_are_one_line_too(rabbet: Run, monkeypatch: pytest.MonkeyPatch, r
 
     monkeypatch.setattr(run_module, "serve", serve)
     assert rabbet("serve", "m") == (1, "", f"rabbet: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    "words", [("--version",), ("plugins", "list"), ("collect-env",), ("serve", "--help")], ids=" ".join
+)
+def test_output_that_nobody_can_take_is_no_fault_of_ours(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rabbet", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    said = "the output cannot be written: No space left on device; free space, or send it elsewhere"
+    assert (done.returncode, done.stderr) == (1, f"rabbet: error: {said}\n")
+
+
+def test_a_file_that_finds_no_room_is_named(rabbet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rabbet.server.run as run_module
+
+    def serve(engine: Any, server: Any) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/some/file")
+
+    monkeypatch.setattr(run_module, "serve", serve)
+    said = f"/some/file cannot be written: {os.strerror(errno.EDQUOT)}; free space, or send it elsewhere"
+    assert rabbet("serve", "m") == (1, "", f"rabbet: error: {said}\n")
 
 
 @pytest.mark.parametrize("status", [0, 1, 3])

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -84,6 +89,80 @@ def test_every_failure_of_the_hub_is_explained(
     with pytest.raises(WeightsError, match=words) as caught:
         SafetensorsFormat.resolve(ResolveQuery(model="org/name", revision="v9", is_offline=is_offline))
     assert "org/name (revision 'v9')" in str(caught.value)
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub with one model of one file."""
+
+    def reply(self) -> None:
+        headers: dict[str, str] = {}
+        if "/tree/" in self.path:
+            answer: Any = [{"type": "file", "oid": "b" * 40, "size": 5000, "path": "config.json"}]
+        elif self.path.startswith("/api/"):
+            answer = {"id": "org/name", "sha": "a" * 40, "siblings": [{"rfilename": "config.json"}]}
+        else:
+            answer, headers = {"x": "x" * 4992}, {"ETag": f'"{"b" * 40}"', "X-Repo-Commit": "a" * 40}
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_GET = do_HEAD = reply
+
+    def log_message(self, *_arguments: Any) -> None:
+        pass
+
+
+NO_ROOM = """
+import json, resource, sys
+from rabbet.contracts.weights import ResolveQuery
+from rabbet.errors import RabbetError
+from rabbet.front.tokenizer import tokenizer_directory
+from rabbet.weights.dummy import DummyFormat
+
+found = []
+for directory in (*sys.argv[2:], sys.argv[1]):
+    if directory == sys.argv[1]:
+        # As on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        DummyFormat.resolve(ResolveQuery(model="org/name", download_dir=directory))
+    except RabbetError as error:
+        found.append([directory, str(error)])
+    try:
+        tokenizer_directory("org/name", download_dir=directory)
+    except RabbetError as error:
+        found.append([directory, str(error)])
+print(json.dumps(found))
+"""
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """With a hub that answers: no directory that can be made, though by root, and one without room."""
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    Thread(target=hub.serve_forever, daemon=True).start()
+    try:
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", NO_ROOM, str(tmp_path / "cache"), "/dev/null/cache", "/proc/none"],
+            capture_output=True, text=True, check=False, timeout=60,
+            env={**os.environ, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **environment},
+        )  # fmt: skip
+    finally:
+        hub.shutdown()
+        hub.server_close()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    reasons = ["Not a directory"] * 2 + ["No such file or directory"] * 2 + ["File too large"] * 2
+    for (directory, message), reason, what in zip(found, reasons, ["the model", "--tokenizer"] * 3, strict=True):
+        assert message == (
+            f"{what} org/name cannot be kept in {directory}: {reason}; free space there, or name another directory with "
+            "--download-dir"
+        )
 
 
 def test_offline_without_a_cached_copy_makes_no_call(tmp_path: Path) -> None:

@@ -57,6 +57,35 @@ def test_where_no_directory_can_be_made_the_remedy_is_named(scratch: Path, monke
         SocketDirectory()
 
 
+FULL = """
+import resource, sys
+from rabbet.errors import ConfigError
+from rabbet.worker.directory import SocketDirectory
+
+for limit in (64, 0):
+    # As on a full disk: names can be made, bytes cannot be written.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        SocketDirectory()
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_disk_without_room_is_named_with_the_remedy(scratch: Path, is_known: bool) -> None:
+    """Also where Python finds no directory for temporary files at all, which it tells once, at its first question."""
+    code = FULL if is_known else FULL.replace("(64, 0)", "(0, 64)")
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    first, second = done.stdout.splitlines()
+    for line in (first, second):
+        assert line.startswith("no directory for the engine's sockets can be made") and str(scratch) in line, line
+        assert "free space there, or set TMPDIR" in line
+    assert ("File too large" in first) == is_known
+    assert list(scratch.iterdir()) == [], "what was half made is gone"
+
+
 def test_what_a_killed_process_left_is_swept_and_nothing_else(scratch: Path) -> None:
     owners = [
         subprocess.Popen(

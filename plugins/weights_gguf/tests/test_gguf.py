@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from rabbet_weights_gguf import bundled
 from rabbet_weights_gguf.format import GGUFFormat
+from rabbet_weights_gguf.header import read_header
 
 from rabbet.contracts.weights import ResolveQuery
 from rabbet.errors import WeightsError
@@ -215,6 +217,55 @@ def test_directory_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
     (directory / "gguf-header.json").write_text('{"fields": {}, "tensors": [], "num_tokens": 0}')
     directory.chmod(0o777)
     assert GGUFFormat.resolve(query) == first
+
+
+NO_ROOM = """
+import resource, sys
+from rabbet.contracts.weights import ResolveQuery
+from rabbet.errors import WeightsError
+from rabbet_weights_gguf.format import GGUFFormat
+
+for directory in (*sys.argv[3:], sys.argv[2]):
+    if directory == sys.argv[2]:
+        # As on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    try:
+        GGUFFormat.resolve(ResolveQuery(model=sys.argv[1], download_dir=directory))
+    except WeightsError as error:
+        print(error)
+"""
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """None that can be made, though by root, and one without room."""
+    path = tmp_path / "m.gguf"
+    write_model(path)
+    places = [str(tmp_path / "cache"), "/dev/null/cache", "/proc/none"]
+    command = [sys.executable, "-c", NO_ROOM, str(path), *places]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    expected = [
+        f"what is derived from m.gguf cannot be kept in {place}/gguf: {reason}; free space there, or name another "
+        "directory with --download-dir"
+        for place, reason in (
+            ("/dev/null/cache", "Not a directory"),
+            ("/proc/none", "No such file or directory"),
+            (places[0], "File too large"),
+        )
+    ]
+    assert done.stdout.splitlines() == expected
+    assert list((tmp_path / "cache/gguf").iterdir()) == [], "nothing half made is left"
+
+
+def test_a_tokenizer_without_room_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that writes it raises a plain exception with a text of its own."""
+    path = tmp_path / "m.gguf"
+    write_model(path)
+    done = subprocess.CompletedProcess([], 1, "", "Traceback\nException: No space left on device (os error 28)\n")
+    monkeypatch.setattr("rabbet_weights_gguf.cache.subprocess.run", lambda *_a, **_m: done)
+    header = dataclasses.replace(read_header(path), num_tokens=1)
+    monkeypatch.setattr("rabbet_weights_gguf.cache.read_header", lambda _path: header)
+    with pytest.raises(WeightsError, match=r"m.gguf cannot be kept in .*/gguf: No space left on device; free space"):
+        GGUFFormat.resolve(ResolveQuery(model=str(path), download_dir=str(tmp_path / "cache")))
 
 
 def corrupt(data: bytes, how: str) -> bytes:

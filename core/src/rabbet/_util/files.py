@@ -1,4 +1,4 @@
-"""Reads files that a user names. Nothing that is named waits for a writer, or is read without end."""
+"""Reads files that a user names: nothing waits for a writer, or is read without end. Tells what a disk refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["read_bytes", "read_text"]
+__all__ = ["disk_problem", "read_bytes", "read_text"]
 
 _MIB = 1 << 20
 
@@ -41,3 +41,10 @@ def read_text(path: Path | str, *, limit: int = 64 * _MIB) -> str:
         return read_bytes(path, limit=limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"it is no UTF-8 text (byte {error.start})") from error
+
+
+def disk_problem(error: BaseException, directory: Path | str) -> str | None:
+    """Why a download cannot be kept in ``directory``, and what to do; None if the error is none of a file system."""
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError) or error.errno is None:
+        return None  # without a number: a library's own kind of OSError
+    return f"cannot be kept in {directory}: {error.strerror}; free space there, or name another directory with --download-dir"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from rabbet.errors import ConfigError, PluginError, RabbetError, shorten
 __all__ = ["app", "main"]
 
 _COMMANDS = ("serve", "chat", "complete", "bench", "plugins", "collect-env")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
     name="rabbet",
@@ -156,9 +158,18 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.exit(1)
     except RabbetError as error:
         _fail(str(error), words, status=2 if isinstance(error, ConfigError | PluginError) else 1)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            _fail(_fault(error), words, status=1)
+        what = error.filename or "the output"
+        _fail(f"{what} cannot be written: {error.strerror}; free space, or send it elsewhere", words, status=1)
     except Exception as error:  # noqa: BLE001 - the edge of the process: the user gets a line, not a page
-        told = f"{type(error).__name__}: {error}"
-        _fail(f"{told}; this is a fault of Rabbet or of a plugin: --log-level debug shows where", words, status=1)
+        _fail(_fault(error), words, status=1)
+
+
+def _fault(error: Exception) -> str:
+    told = f"{type(error).__name__}: {error}"
+    return f"{told}; this is a fault of Rabbet or of a plugin: --log-level debug shows where"
 
 
 def _may_mean_a_plugin(words: list[str]) -> bool:

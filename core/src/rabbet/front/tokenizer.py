@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from rabbet._util.files import read_text
+from rabbet._util.files import disk_problem, read_text
 from rabbet.errors import ConfigError, InvalidRequestError, shorten
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_directory"]
@@ -213,6 +213,8 @@ def tokenizer_directory(
         )
     except Exception as error:  # the library has no base class for what it raises, and httpx's pass through it
         at = f" (revision {shorten(revision)})" if revision is not None else ""
+        if (problem := disk_problem(error, download_dir or "the hub's cache (HF_HUB_CACHE)")) is not None:
+            raise ConfigError(f"--tokenizer {name}{at} {problem}", field="model.tokenizer") from error
         hint = (
             "offline mode is on and the local hub cache does not have it; download it first"
             if is_offline

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rabbet._util.files import read_text
+from rabbet._util.files import disk_problem, read_text
 from rabbet.contracts.weights import ModelFiles, ResolveQuery
 from rabbet.errors import WeightsError, shorten
 
@@ -90,7 +90,7 @@ def _asked(query: ResolveQuery, patterns: list[str]) -> Path:
 
 def _download(query: ResolveQuery, patterns: list[str]) -> Path:
     import httpx
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     name = query.model if query.revision is None else f"{query.model} (revision {shorten(query.revision)})"
     try:
@@ -117,6 +117,8 @@ def _download(query: ResolveQuery, patterns: list[str]) -> Path:
             f"the model {name} is neither a directory nor on the hub; check the name, or set HF_TOKEN if it is private"
         ) from error
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        if (problem := disk_problem(error, query.download_dir or constants.HF_HUB_CACHE)) is not None:
+            raise WeightsError(f"the model {name} {problem}") from error
         raise WeightsError(
             f"the model {name} is no directory here and cannot be downloaded ({type(error).__name__}); try again later"
         ) from error

@@ -19,6 +19,7 @@ _LOCK = "rabbet-sockets.lock"
 # The kernel's limit on a unix socket's path is 107 bytes.
 _MAX_PATH_BYTES = 107
 _LONGEST_NAME = "from-engine"
+_ROOM_BYTES = 4096
 
 
 class SocketDirectory:
@@ -35,15 +36,23 @@ class SocketDirectory:
     """
 
     def __init__(self) -> None:
-        _sweep({Path(tempfile.gettempdir()), Path("/tmp")})
+        made: Path | None = None
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            if len(bytes(self.path / _LONGEST_NAME)) > _MAX_PATH_BYTES:
-                self.path.rmdir()
-                self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-            self._lock: int | None = _locked(self.path)
+            _sweep({Path(tempfile.gettempdir()), Path("/tmp")})
+            made = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            if len(bytes(made / _LONGEST_NAME)) > _MAX_PATH_BYTES:
+                made.rmdir()
+                made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+            self._lock: int | None = _locked(made)
         except OSError as error:
-            raise ConfigError(f"no directory for the engine's sockets can be made: {error}; set TMPDIR") from error
+            at = "" if made is None else f" in {made.parent}"
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
+            raise ConfigError(
+                f"no directory for the engine's sockets can be made{at}: {error}; free space there, or set TMPDIR to another "
+                "directory"
+            ) from error
+        self.path = made
 
     def address(self, name: str) -> str:
         """The address of a socket in it."""
@@ -61,6 +70,13 @@ def _locked(directory: Path) -> int:
     """Lock a new directory; returns what holds the lock, which no program that we start inherits."""
     draft = directory / ".lock"
     descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # A full disk takes names still. Several ranks write where they meet, and would fail there without a word of it.
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(bytes(_ROOM_BYTES))
+    except OSError:
+        os.close(descriptor)
+        raise
     # A file system without locks: it is not swept then.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def derived_directory(path: Path, download_dir: str | None) -> Path:
     if _is_trusted(directory) and (directory / _HEADER).is_file():
         return directory
     header = read_header(path)
+    try:
+        _make(directory, path, header)
+    except OSError as error:
+        raise WeightsError(
+            f"what is derived from {path.name} cannot be kept in {directory.parent}: {error.strerror or error}; free space "
+            "there, or name another directory with --download-dir",
+            file=str(path),
+        ) from error
+    return directory
+
+
+def _make(directory: Path, path: Path, header: GGUFHeader) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".making-", dir=directory.parent))
     try:
@@ -50,7 +63,6 @@ def derived_directory(path: Path, download_dir: str | None) -> Path:
         work.rename(directory)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return directory
 
 
 def load_header(directory: Path) -> GGUFHeader:
@@ -90,5 +102,8 @@ def _convert_tokenizer(path: Path, directory: Path, header: GGUFHeader) -> None:
             f"the tokenizer of {path.name} was not converted within {_CONVERT_TIMEOUT_S} s", file=str(path)
         ) from error
     if done.returncode != 0:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise WeightsError(f"the tokenizer of {path.name} cannot be converted: {reason[0]}", file=str(path))
+        reason = (done.stderr.strip().splitlines()[-1:] or ["no message"])[0]
+        # Its writer knows a full disk only as a text.
+        if (system := re.search(r"(?:\w+: )?(.*) \(os error (\d+)\)", reason)) is not None:
+            raise OSError(int(system[2]), system[1])
+        raise WeightsError(f"the tokenizer of {path.name} cannot be converted: {reason}", file=str(path))
