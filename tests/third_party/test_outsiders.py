@@ -102,3 +102,18 @@ def test_a_hook_plugin_adds_a_command_and_only_by_permission_a_route(environment
         assert answer(client) == " Paris"
     with serve() as client:
         assert client.get("/acme/greet").status_code == 404
+
+
+def test_a_proposer_passes_its_suite_and_is_refused_by_its_class_path_in_words_of_its_own(environment) -> None:
+    """Speculation is not run yet: what can be proved is proved, and the server says what it cannot do."""
+    python = str(environment.bin / "python")
+    out = environment.run(python, "-m", "rabbet_sdk", "check", "proposer/acme_bigram")
+    assert " pass, 0 fail" in out and "unavailable" not in out, out
+    choice = {"method": "custom_class", "model": "acme_bigram:Bigram", "num_speculative_tokens": 3}
+    command = [str(environment.bin / "rabbet"), "serve", "smollm2", "--speculative-config"]
+    for model, said in (("acme_bigram:Bigram", "this release runs no proposer plugins yet"), ("acme_bigram", "class path")):
+        done = subprocess.run(
+            [*command, json.dumps(choice | {"model": model})], cwd=environment.directory, env={**os.environ, "PYTHONPATH": ""},
+            capture_output=True, text=True, check=False, timeout=START_S,
+        )  # fmt: skip
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

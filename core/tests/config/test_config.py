@@ -120,6 +120,8 @@ def test_row_2_wrong_options_name_field_value_and_remedy(text: str, message: str
         ({"device_ids": [1], "tensor_parallel_size": 2}, "needs 2"), ({"runner": "pooling"}, "need a pooler"),
         ({"kv_transfer_config": {"kv_connector": "x"}}, "needs kv_role"), ({"unknown": 1}, "no option unknown"),
         ({"speculative_config": {"prompt_lookup_min": 9}}, "more than prompt_lookup_max"),
+        ({"speculative_config": {"method": "custom_class"}}, "needs a model that is a class path.*not None"),
+        ({"speculative_config": {"method": "custom_class", "model": "org/name"}}, "class path.*'org/name'"),
     ],
 )  # fmt: skip
 def test_combinations_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

@@ -51,6 +51,11 @@ def check_conflicts(engine: EngineConfig, server: ServerConfig) -> None:
             f"{speculative.prompt_lookup_max}",
             field="speculative.prompt_lookup_min",
         )
+    if speculative.method == "custom_class" and not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", speculative.model or ""):
+        raise ConfigError(
+            f"the method custom_class needs a model that is a class path such as acme.drafts:Drafts, not {speculative.model!r}",
+            field="speculative.model",
+        )
     if speculative.draft_tensor_parallel_size not in (None, 1, size):
         raise ConfigError(
             f"draft_tensor_parallel_size is {speculative.draft_tensor_parallel_size}, but must be 1 or "

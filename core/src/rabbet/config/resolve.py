@@ -151,8 +151,10 @@ def _refuse_what_is_not_run(config: EngineConfig, catalog: Catalog) -> None:
     """An explicit choice is obeyed or refused, never ignored: these kinds have contracts, and this release runs none."""
     speculative, transfer = config.speculative, config.kv_transfer
     backend = config.structured_outputs.backend
+    # A class path names no plugin; what follows refuses it.
+    is_named = speculative is not None and speculative.method != "custom_class"
     for kind, name in (
-        ("proposer", speculative.method or speculative.model if speculative else None),
+        ("proposer", speculative.method or speculative.model if speculative and is_named else None),
         ("kv_connector", transfer.kv_connector if transfer else None),
         ("kv_events", config.kv_events.publisher),
         ("grammar", None if backend == "auto" else backend),
