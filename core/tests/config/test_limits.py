@@ -95,6 +95,19 @@ def test_row_24_a_small_budget_lowers_the_default_of_requests_but_not_what_the_u
         budgets(max_num_batched_tokens=16, max_num_seqs=17)
 
 
+def test_a_budget_that_no_step_can_use_is_lowered_and_said() -> None:
+    assert budgets(max_num_batched_tokens=200, max_num_seqs=2, max_model_len=100).notes == ()
+    found = budgets(max_num_batched_tokens="1t", max_num_seqs=2, max_model_len=100)
+    assert (found.max_num_batched_tokens, found.max_num_seqs) == (200, 2)
+    (note,) = found.notes
+    assert (
+        note
+        == "max_num_batched_tokens lowered from 1000000000000 to 200, all that max_num_seqs and max_model_len allow"
+    )
+    assert budgets(max_num_batched_tokens="1t").max_num_batched_tokens == 128 * 4096
+    assert budgets(max_num_batched_tokens="1t", enable_chunked_prefill=False).max_num_batched_tokens == 128 * 4096
+
+
 def test_row_26_without_chunks_a_step_holds_the_longest_prompt() -> None:
     found = budgets(enable_chunked_prefill=False)
     assert (found.is_chunked_prefill, found.max_num_batched_tokens) == (False, 4096)
@@ -141,4 +154,5 @@ def test_whatever_is_asked_each_request_gets_a_token_a_step(
     assert 1 <= found.max_num_seqs <= found.max_num_batched_tokens
     assert 1 <= found.max_model_len <= length
     assert is_chunked or found.max_num_batched_tokens >= found.max_model_len
-    assert tokens in (None, found.max_num_batched_tokens)
+    most = found.max_num_seqs * found.max_model_len
+    assert found.max_num_batched_tokens == min(tokens or found.max_num_batched_tokens, most)

@@ -16,6 +16,7 @@ from rabbet.contracts.executor import MemoryReport
 from rabbet.engine.process import build
 from rabbet.engine.sizing import check_steps, fit_context
 from rabbet.errors import ConfigError, EngineDeadError
+from rabbet.types.kv import KVCacheSpec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300,
@@ -32,7 +33,7 @@ def config_of(folder: Path, **options: Any) -> Any:
     ("options", "words"),
     [
         ({"max_num_seqs": 10**12}, "--max-num-seqs (now 1000000000000)"),
-        ({"max_num_batched_tokens": 10**15}, "--max-num-batched-tokens (now 1000000000000000)"),
+        ({"max_num_batched_tokens": 10**15}, f"--max-num-batched-tokens (now {128 << 30})"),
         ({"max_num_seqs": 10**12, "max_model_len": 1}, "--max-model-len (now 1)"),
         ({"hf_overrides": {"vocab_size": (1 << 31) - 1}}, "a step needs at least"),
         ({"max_num_seqs": 10**9, "num_gpu_blocks_override": 7}, "or --num-gpu-blocks-override"),
@@ -88,6 +89,24 @@ def test_a_kv_cache_larger_than_the_device_is_refused(tmp_path: Path) -> None:
     resolved = resolve(config_of(tmp_path, kv_cache_memory_bytes=101, max_model_len=8), is_server=True)
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes is 101, but the device has 100 bytes"):
         fit_context(resolved, {}, 5, report)
+
+
+@pytest.mark.parametrize(("activation", "is_lowered"), [(10 << 20, True), (0, False)])
+def test_a_step_that_leaves_no_room_for_the_cache_is_told(tmp_path: Path, activation: int, is_lowered: bool) -> None:
+    report = MemoryReport(total_bytes=1 << 30, weights_bytes=1, activation_bytes=activation, available_kv_bytes=1 << 20)
+    resolved = resolve(config_of(tmp_path, max_num_batched_tokens=4096, max_model_len=8192), is_server=True)
+    page: dict[str, Any] = {
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "head_dim_v": 16,
+        "dtype": "float32",
+        "page_size_bytes": 4096,
+    }
+    specs = {"0": KVCacheSpec(block_size=16, **page)}
+    with pytest.raises(ConfigError, match="Raise --gpu-memory-utilization") as caught:
+        fit_context(resolved, specs, 2, report)
+    told = "Lower --max-num-batched-tokens (now 4096; such a step takes 10.000 MiB)" in str(caught.value)
+    assert told == is_lowered
 
 
 def test_a_lack_of_memory_is_known_by_its_signs() -> None:

@@ -45,6 +45,20 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DeviceRunner]]:
         runner.close()
 
 
+@pytest.mark.parametrize(("num_seqs", "measured", "share"), [(512, [512 * 64], 1), (4096, [1, 512 * 64], 8)])
+def test_a_start_measures_no_more_tokens_than_any_default_and_reckons_the_rest(
+    make: Callable[..., DeviceRunner], monkeypatch: pytest.MonkeyPatch, num_seqs: int, measured: list[int], share: int
+) -> None:
+    """So that a large --max-num-batched-tokens costs memory, not minutes; what is allocated once is not multiplied."""
+    runner = make(max_num_seqs=num_seqs, max_num_batched_tokens="1t")
+    seen: list[int] = []
+    forward = runner._model.forward
+    monkeypatch.setattr(runner._model, "forward", lambda ids, *more: (seen.append(len(ids)), forward(ids, *more))[1])
+    monkeypatch.setattr(runner._platform, "peak_activation_bytes", lambda: 1000)
+    assert runner.profile_memory().activation_bytes == 1000 * share
+    assert seen == measured
+
+
 def ready(runner: DeviceRunner) -> DeviceRunner:
     runner.initialize_cache(build_cache_config(runner.kv_cache_specs(), 1 << 20, None))
     runner.warm_up()

@@ -97,6 +97,10 @@ def resolve_budgets(config: EngineConfig, hf: Mapping[str, Any], defaults: Batch
         if not is_chunked and num_tokens < length:
             notes.append(f"max_num_batched_tokens raised from {num_tokens} to {length}: chunked prefill is off")
             num_tokens = length
+    elif num_tokens > (most := num_seqs * length):
+        told = f"from {num_tokens} to {most}, all that max_num_seqs and max_model_len allow"
+        notes.append(f"max_num_batched_tokens lowered {told}")
+        num_tokens = most
     if num_tokens < num_seqs:
         if scheduler.max_num_seqs is not None:
             raise ConfigError(

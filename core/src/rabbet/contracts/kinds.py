@@ -74,9 +74,7 @@ _ALL = (
         chosen_by="--distributed-executor-backend",
         version="1.1",
     ),
-    Kind(
-        name="scheduler", base="rabbet.contracts.scheduler:Scheduler", chosen_by="--scheduling-policy", version="1.1"
-    ),
+    Kind(name="scheduler", base="rabbet.contracts.scheduler:Scheduler", chosen_by="--scheduling-policy", version="1.1"),
     Kind(
         name="logits_processor",
         base="rabbet.contracts.logits_processor:LogitsProcessor",

@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     from rabbet.types.outputs import KVTransferResult
     from rabbet.types.request import Request
 
-__all__ = [
-    "CacheIdentity",
-    "ConnectorQuery",
-    "ConnectorScheduler",
-    "ConnectorWorker",
-    "ExternalHit",
-    "KVConnector",
-]
+__all__ = ["CacheIdentity", "ConnectorQuery", "ConnectorScheduler", "ConnectorWorker", "ExternalHit", "KVConnector"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ def check_steps(resolved: ResolvedConfig) -> None:
     hf = {**resolved.files.config, **resolved.config.model.hf_overrides}
     sizes = [(hf.get("text_config") or hf).get(name) for name in ("hidden_size", "intermediate_size")]
     hidden, inner = (size if isinstance(size, int) else 0 for size in sizes)
-    tokens = min(resolved.max_num_batched_tokens, resolved.max_num_seqs * resolved.max_model_len)
+    tokens = resolved.max_num_batched_tokens
     # Residual, queries, their output and the two halves of the feed-forward layer; logits are float32.
     needed = (4 if resolved.dtype == "float32" else 2) * tokens * (3 * hidden + 2 * inner)
     needed += 4 * min(tokens, resolved.max_num_seqs) * resolved.vocab_size
@@ -77,7 +77,7 @@ def fit_context(
     available = _size(report.available_kv_bytes)
     raise ConfigError(
         f"the KV cache has {available} ({max(num_blocks - 1, 0)} blocks), but one request of {wanted} tokens "
-        f"needs {needed}; the largest --max-model-len that fits is {fits}. {_advice(resolved, fits)}",
+        f"needs {needed}; the largest --max-model-len that fits is {fits}. {_advice(resolved, report, fits)}",
         field="model.max_model_len",
     )
 
@@ -87,7 +87,7 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / _GIB:.3f} GiB" if size_bytes >= _GIB / 100 else f"{size_bytes / (1 << 20):.3f} MiB"
 
 
-def _advice(resolved: ResolvedConfig, fits: int) -> str:
+def _advice(resolved: ResolvedConfig, report: MemoryReport, fits: int) -> str:
     cache = resolved.config.cache
     if cache.num_gpu_blocks_override is not None:
         raising = f"Raise --num-gpu-blocks-override (now {cache.num_gpu_blocks_override})"
@@ -95,6 +95,9 @@ def _advice(resolved: ResolvedConfig, fits: int) -> str:
         raising = f"Raise --kv-cache-memory-bytes (now {cache.kv_cache_memory_bytes})"
     else:
         raising = f"Raise --gpu-memory-utilization (now {resolved.memory_fraction:g}), or set --kv-cache-memory-bytes"
+        if report.activation_bytes > report.available_kv_bytes:
+            tokens, takes = resolved.max_num_batched_tokens, _size(report.activation_bytes)
+            raising = f"Lower --max-num-batched-tokens (now {tokens}; such a step takes {takes}). {raising}"
     return f"{raising}, or use --max-model-len {fits} or auto" if fits > 1 else raising
 
 

@@ -31,11 +31,7 @@ def load_entry_point(entry_point: EntryPoint) -> Any:
     namespace = f"{entry_point.group}:{entry_point.name}:{entry_point.value}"
     ExtensionManager.ENTRY_POINT_CACHE[namespace] = [entry_point]
     try:
-        manager = DriverManager(
-            namespace,
-            entry_point.name,
-            on_load_failure_callback=remember,
-        )
+        manager = DriverManager(namespace, entry_point.name, on_load_failure_callback=remember)
     except NoMatches:
         # The import failed, so the manager holds nothing: what was raised there is the news.
         if failures:

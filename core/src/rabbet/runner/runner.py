@@ -39,6 +39,8 @@ __all__ = ["DeviceRunner"]
 
 logger = logging.getLogger(__name__)
 _PROMPT_LOGITS_ROWS = 256
+_MEASURED_TOKENS = 1 << 15
+"""As many as any default. What a larger step takes is reckoned from it, so that a start does not last as long as that step."""
 _NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
 
 
@@ -106,17 +108,16 @@ class DeviceRunner(ModelRunner):
         assert self._platform is not None and self._built is not None
         resolved = self._resolved
         expect = resolved.composition.expect
+        num_tokens = min(resolved.max_num_batched_tokens, _MEASURED_TOKENS)
+        if num_tokens < resolved.max_num_batched_tokens:
+            # What is allocated once, at the first step of all, must not be multiplied.
+            self._dummy_step(1)
         before = expect("platform", "memory", self._platform.memory(), MemoryInfo).used_by_process_bytes
-        num_tokens = min(resolved.max_num_batched_tokens, resolved.max_num_seqs * resolved.max_model_len)
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        positions = torch.arange(num_tokens, device=self._device) % resolved.max_model_len
-        with set_forward_context(ForwardContext(num_tokens=num_tokens)):
-            hidden = _shaped(resolved, "forward", self._model.forward(ids, positions), num_tokens)
-        rows = hidden[: min(num_tokens, resolved.max_num_seqs)]
-        _shaped(resolved, "compute_logits", self._model.compute_logits(rows), len(rows), resolved.vocab_size)
+        self._dummy_step(num_tokens)
         peak = self._platform.peak_activation_bytes()
         now = expect("platform", "memory", self._platform.memory(), MemoryInfo)
         activation = peak if peak is not None else max(0, now.used_by_process_bytes - before)
+        activation = -(-activation * resolved.max_num_batched_tokens // num_tokens)
         return kv_budget(
             now,
             fraction=resolved.memory_fraction,
@@ -125,6 +126,16 @@ class DeviceRunner(ModelRunner):
             fixed_bytes=resolved.kv_cache_memory_bytes,
             ceiling_bytes=resolved.max_kv_cache_bytes,
         )
+
+    def _dummy_step(self, num_tokens: int) -> None:
+        """A step without a KV cache; refuses a model whose answers have another shape than the contract's."""
+        resolved = self._resolved
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        positions = torch.arange(num_tokens, device=self._device) % resolved.max_model_len
+        with set_forward_context(ForwardContext(num_tokens=num_tokens)):
+            hidden = _shaped(resolved, "forward", self._model.forward(ids, positions), num_tokens)
+        rows = hidden[: min(num_tokens, resolved.max_num_seqs)]
+        _shaped(resolved, "compute_logits", self._model.compute_logits(rows), len(rows), resolved.vocab_size)
 
     def initialize_cache(self, config: KVCacheConfig) -> None:
         """See ``ModelRunner``. Pages are not touched, so memory is used only as blocks are."""
