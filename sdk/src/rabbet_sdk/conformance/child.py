@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rabbet_sdk.conformance.forkserver import Child, start
 from rabbet_sdk.environment import child_environment
 
 __all__ = ["Children"]
@@ -63,25 +64,28 @@ class Children:
         with tempfile.TemporaryDirectory() as directory:
             results = Path(directory) / "results.jsonl"
             results.touch()
-            command = [
-                sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={self.config.rootpath}",
+            words = [
+                "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={self.config.rootpath}",
                 *(["-c", str(self.config.inipath)] if self.config.inipath else []),
                 f"--rabbet-child={results}", f"--rabbet-seed={self.config.getoption('rabbet_seed')}",
                 *(["--rabbet-first-failure"] if self.config.getoption("rabbet_first_failure") else []),
                 *[item.nodeid for item in items],
             ]  # fmt: skip
-            with (Path(directory) / "output").open("w+", encoding="utf-8", errors="replace") as output:
-                process = subprocess.Popen(
-                    command, cwd=self.config.rootpath, env=child_environment(), stdin=subprocess.DEVNULL,
-                    stdout=output, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-                try:
-                    ending = _wait(process, results)
-                finally:
-                    process.kill()
-                    process.wait()
-                output.seek(0)
-                ending = ending or f"crashed: the child ended with {process.returncode}\n{output.read()[-4000:]}"
+            output = Path(directory) / "output"
+            process = start(
+                words,
+                env=child_environment(),
+                cwd=self.config.rootpath,
+                output=output,
+                has_torch="torch" in sys.modules,
+            )
+            try:
+                ending = _wait(process, results)
+            finally:
+                process.kill()
+                process.wait()
+            text = output.read_text(encoding="utf-8", errors="replace")
+            ending = ending or f"crashed: the child ended with {process.returncode}\n{text[-4000:]}"
             return self._read(results), ending
 
     def _read(self, results: Path) -> str:
@@ -97,7 +101,7 @@ class Children:
         return started
 
 
-def _wait(process: subprocess.Popen[bytes], results: Path) -> str:
+def _wait(process: Child, results: Path) -> str:
     """Wait for the child's end as long as its results grow; how it ended, or nothing for an exit of its own."""
     size = -1
     while True:

@@ -26,7 +26,6 @@ from rabbet_sdk.conformance.subject import Subject
 
 __all__ = ["FileSink", "KVEventsConformance", "Sink"]
 
-_DEADLINE_S = 10.0
 Messages = list[tuple[int, list[KVEvent]]]
 """Sequence number and events of each message, in the order of arrival."""
 
@@ -129,12 +128,14 @@ class KVEventsConformance(PluginConformance):
     Attributes:
         sink: ``(directory)`` to a ``Sink``.
         num_calls: Calls of ``publish`` that nobody reads, twice; more than a publisher lets wait.
+        deadline_s: Seconds after which a call that is not back counts as waiting for a reader.
     """
 
     kind = "kv_events"
     sink: ClassVar[Callable[[Path], Sink]] = FileSink
     num_calls: ClassVar[int] = 5_000
-    knobs = PluginConformance.knobs | {"sink", "num_calls"}
+    deadline_s: ClassVar[float] = 10.0
+    knobs = PluginConformance.knobs | {"sink", "num_calls", "deadline_s"}
 
     def _open(self, subject: Subject, directory: Path) -> tuple[Sink, Any]:
         directory.mkdir(exist_ok=True)
@@ -192,8 +193,9 @@ class KVEventsConformance(PluginConformance):
     def test_the_engine_never_waits(self, subject: Subject, tmp_path: Path) -> None:
         """``publish`` comes back though nobody reads, and so does ``close``."""
         _, publisher = self._open(subject, tmp_path)
-        _in_time(lambda: [publisher.publish([_stored(number)]) for number in range(self.num_calls)], "publish")
-        _in_time(publisher.close, "close")
+        calls = range(self.num_calls)
+        _in_time(self.deadline_s, lambda: [publisher.publish([_stored(number)]) for number in calls], "publish")
+        _in_time(self.deadline_s, publisher.close, "close")
 
     @level(3)
     def test_memory_is_bounded_when_nobody_reads(self, subject: Subject, tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ class KVEventsConformance(PluginConformance):
         assert not left, f"threads stay after close: {left}"
 
 
-def _in_time(call: Callable[[], Any], name: str) -> None:
+def _in_time(deadline_s: float, call: Callable[[], Any], name: str) -> None:
     """Run ``call`` in a thread; fail if it is not back within the deadline, or has failed."""
     outcome: list[BaseException | None] = []
 
@@ -264,8 +266,8 @@ def _in_time(call: Callable[[], Any], name: str) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(_DEADLINE_S)
+    thread.join(deadline_s)
     if not outcome:
-        pytest.fail(f"{name} waits for a reader: it is not back after {_DEADLINE_S:g} s")
+        pytest.fail(f"{name} waits for a reader: it is not back after {deadline_s:g} s")
     if outcome[0] is not None:
         raise outcome[0]

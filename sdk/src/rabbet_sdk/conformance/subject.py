@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rabbet.errors import PluginError
@@ -16,13 +18,17 @@ from rabbet.registry.entry import Entry, State
 from rabbet.registry.loader import load_entry
 from rabbet.registry.policy import PluginPolicy
 from rabbet_sdk.conformance.cases import Claims
+from rabbet_sdk.conformance.forkserver import start
 from rabbet_sdk.environment import child_environment
 
 __all__ = ["ImportFacts", "Subject", "find_entry", "import_facts", "load_subject"]
 
 _TIMEOUT_S = 120
+_MARK = "rabbet-import-facts "
+"""What the answer begins with: a plugin may print at its end too."""
 _PROBE = """
 import json, sys, threading
+sys.stdout.reconfigure(line_buffering=True)
 from rabbet.registry.catalog import Catalog
 from rabbet.registry.loader import load_entry
 from rabbet.registry.tamper import evidence
@@ -45,7 +51,7 @@ old_ops = ops()
 package, outside = entry.value.partition(":")[0].partition(".")[0], []
 with strict_host("" if package == "rabbet" else package, outside):
     load_entry(entry)
-print(json.dumps({
+print("rabbet-import-facts " + json.dumps({
     "modules": sorted(set(sys.modules) - modules),
     "threads": sorted(t.name for t in threading.enumerate() if t.ident not in threads),
     "cuda": "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized(),
@@ -113,19 +119,26 @@ def load_subject(plugin: str) -> Subject:
 def import_facts(plugin: str) -> ImportFacts:
     """Import the plugin in a process of its own and report what that did; done once a plugin."""
     entry = find_entry(plugin)
-    command = [sys.executable, "-c", _PROBE, entry.kind, entry.name, entry.distribution]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=child_environment(),
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return ImportFacts(error=f"the import did not end within {_TIMEOUT_S} s")
-    if done.returncode < 0:
-        return ImportFacts(error=f"the import killed the process (signal {-done.returncode})")
-    if done.returncode:
-        return ImportFacts(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    words = ["-c", _PROBE, entry.kind, entry.name, entry.distribution]
+    # What the probe loads before it imports the plugin may be there already; a plugin of the front end has no torch.
+    has_torch = "torch" in sys.modules and entry.provided is not None and "front" not in entry.provided.roles
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "output"
+        process = start(words, env=child_environment(), cwd=Path.cwd(), output=output, has_torch=has_torch)
+        try:
+            code = process.wait(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return ImportFacts(error=f"the import did not end within {_TIMEOUT_S} s")
+        finally:
+            process.kill()
+            process.wait()
+        lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if code < 0:
+        return ImportFacts(error=f"the import killed the process (signal {-code})")
+    told = next((line for line in reversed(lines) if line.startswith(_MARK)), None)
+    if code or told is None:
+        return ImportFacts(error=(lines or [f"exit code {code}"])[-1])
+    facts = json.loads(told.removeprefix(_MARK))
     return ImportFacts(
         modules=tuple(facts["modules"]),
         threads=tuple(facts["threads"]),

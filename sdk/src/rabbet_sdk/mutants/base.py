@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Mutant", "all_mutants", "mutant_kinds", "planter"]
 
-_NOT_KINDS = {"__init__", "base", "level_one", "run"}
+_NOT_KINDS = {"__init__", "base", "detection", "level_one", "run"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,15 @@ class Mutant:
 def planter(module: dict[str, Any], register: Callable[[str], Any], twin: type) -> Callable[..., Mutant]:
     """A function that registers the twin with ``parts`` in place of its own, as an attribute of ``module``."""
 
-    def plant(name: str, caught_by: str, story: str, *, claims: str | None = None, **parts: Any) -> Mutant:
+    def plant(
+        name: str, caught_by: str, story: str, *, claims: str | None = None, knobs: str = "", **parts: Any
+    ) -> Mutant:  # fmt: skip
         title, home = name.title().replace("_", ""), module["__name__"]
         cls = type(title, (twin,), {"__module__": home, "__doc__": story, **parts})
         module[title] = register(name)(cls)
-        return Mutant(name=name, target=f"{home}:{title}", caught_by=f"test_{caught_by}", story=story, claims=claims)
+        return Mutant(
+            name=name, target=f"{home}:{title}", caught_by=f"test_{caught_by}", story=story, claims=claims, knobs=knobs
+        )  # fmt: skip
 
     return plant
 

@@ -90,9 +90,15 @@ def _close_forever(self: Any) -> None:
         os.close(self.file)
 
 
+_SOON = "deadline_s = 2.0"
+"""Nothing comes later than that."""
 MUTANTS = (
-    _plant("writes_at_once", "the_engine_never_waits", "Each step waits for the reader.", publish=_write_at_once),
-    _plant("close_waits_for_ever", "the_engine_never_waits", "A server that cannot be stopped.", close=_close_forever),
+    _plant(
+        "writes_at_once", "the_engine_never_waits", "Each step waits for the reader.", publish=_write_at_once, knobs=_SOON,
+    ),
+    _plant(
+        "close_waits_for_ever", "the_engine_never_waits", "A server that cannot be stopped.", close=_close_forever, knobs=_SOON,
+    ),
     _plant("no_bound", "memory_is_bounded_when_nobody_reads", "A queue without an end.", __init__=_unbounded),
     _plant(
         "silent_loss", "lost_events_are_a_gap_in_the_numbers", "Routers keep blocks that are gone.",

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rabbet.contracts import register_platform
 from rabbet.contracts.platform import CaptureError, DrawBatch, GraphSession, SupportsAsyncSteps, SupportsGraphs
 from rabbet_sdk.mutants.base import Mutant, planter
+from rabbet_sdk.mutants.detection import DETECTION
 from rabbet_sdk.oracles.sampling import filtered
 from rabbet_sdk.strict.platform import StrictPlatform, _Ops
 
@@ -164,24 +163,6 @@ def _counts(**wrong: Callable[[Any], int]) -> Any:
     return memory
 
 
-def _detects(before: Callable[[], Any], *, is_there: bool = True) -> Any:
-    """``detect`` that does something first."""
-
-    def detect(cls: Any) -> Any:
-        before()
-        return StrictPlatform.detect() if is_there else ()
-
-    return classmethod(detect)
-
-
-def _fail() -> None:
-    raise OSError("libvendor.so: cannot open shared object file")
-
-
-def _wait() -> None:
-    threading.Thread(target=threading.Event().wait, name="vendor-watch", daemon=True).start()
-
-
 def _supports(code: str) -> Any:
     return classmethod(lambda cls, query: tuple(r for r in StrictPlatform.supports(query) if r.code != code))
 
@@ -189,18 +170,11 @@ def _supports(code: str) -> Any:
 _twin = planter(globals(), register_platform, StrictPlatform)
 _graphs = planter(globals(), register_platform, RecordingPlatform)
 _draws = planter(globals(), register_platform, DrawingPlatform)
-_TRACE, _MEMORY, _REPLAY = "detection_leaves_no_trace", "memory_adds_up", "a_replay_is_a_run"
+_MEMORY, _REPLAY = "memory_adds_up", "a_replay_is_a_run"
 _DRAWN, _OWN = "draws_follow_the_distribution", "draws_are_a_rows_own_affair"
 _DEFAULTS = StrictPlatform.batch_defaults
 MUTANTS = (
-    _twin("detect_raises", _TRACE, "a machine without the driver cannot start with any other platform", detect=_detects(_fail)),
-    _twin("detect_sets_environment", _TRACE, "the visible devices of every child process change",
-          detect=_detects(lambda: os.environ.update(CUDA_VISIBLE_DEVICES="0"))),
-    _twin("detect_leaves_a_thread", _TRACE, "a watcher of the driver, lost after a fork", detect=_detects(_wait)),
-    _twin("absence_is_loud", "an_absent_device_is_no_news", "every start warns of hardware that nobody has",
-          detect=_detects(lambda: print("no driver found"), is_there=False)),
-    _twin("absence_is_accepted", "an_absent_device_is_no_news", "vllm#48277: chosen, and then it fails",
-          detect=_detects(lambda: None, is_there=False)),
+    *DETECTION,
     _twin("names_unknown", "preferences_are_plugins", "a preference for a plugin that was renamed",
           preferences=classmethod(lambda cls, kind: ("flash_forgotten",) if kind == "attention" else ())),
     _twin("tokens_below_requests", "defaults_can_be_used", "budgets divided by the ranks once too often",

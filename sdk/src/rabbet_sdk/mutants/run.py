@@ -99,7 +99,8 @@ def _run(directory: Path, site: Path, wanted: list[str]) -> tuple[dict[str, list
     done = subprocess.run(
         command,
         cwd=directory,
-        env=child_environment(site),
+        # Tensors are small, and hunts may run side by side: more threads would only get into each other's way.
+        env=child_environment(site, OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         check=False,
