@@ -126,6 +126,35 @@ def test_strict_policy_makes_a_passed_over_plugin_fatal(site: Path, fake_dist: W
         select(scan(site, auto="any", is_strict=True), "attention", name=None, query=QUERY)
 
 
+@pytest.mark.parametrize(
+    ("code", "claims", "is_fatal"),
+    [
+        ("NO_DEVICE", "", False),
+        ("DEVICE", "", False),
+        ("ARCH", "", False),
+        ("HEAD_DIM", "", True),
+        ("NO_DEVICES", "", True),
+        ("", 'device = ["other"]', False),
+        ("", 'arch = ["sm_*"]', False),
+        ("", 'dtype = ["float8"]', True),
+    ],
+)
+def test_strict_is_about_plugins_that_fail_on_their_own_hardware_not_about_those_for_other(
+    site: Path, fake_dist: Write, code: str, claims: str, is_fatal: bool
+) -> None:
+    refusals = f"(Refusal(code={code!r}, message='no'),)" if code else "()"
+    extra = f"[provides.claims]\n{claims}\n" if claims else ""
+    fake_dist("far", name="far", priority=45, refusals=refusals, extra=extra)
+    fake_dist("near", name="near", priority=10)
+    catalog = scan(site, auto="any", is_strict=True)
+    if is_fatal:
+        with pytest.raises(PluginPolicyError, match="attention/far.*refused.*--plugins-strict"):
+            select(catalog, "attention", name=None, query=QUERY)
+    else:
+        decision = select(catalog, "attention", name=None, query=QUERY)
+        assert (decision.name, decision.rejected[0].state) == ("near", "refused")
+
+
 def test_explicit_choice_is_obeyed_or_refused_with_all_reasons(site: Path, fake_dist: Write) -> None:
     """[vllm#53450: an explicit choice was dropped silently]"""
     refusals = '(Refusal(code="HEAD_DIM", message="64"), Refusal(code="DTYPE", message="float32", fix="--dtype half"))'

@@ -239,7 +239,7 @@ class PluginsConfig:
     mode: Literal["all", "bundled"] = _option("all", "bundled: only the project's own distributions")
     prefer: dict[str, str] = _mapped("kind/name=distribution: who wins where two provide a name")
     override: dict[str, str] = _mapped("kind/name=distribution: whose declared replacement takes effect")
-    strict: bool = _option(False, "A plugin that auto would pass over as broken or refused is an error")
+    strict: bool = _option(False, "What auto would pass over is an error, unless it is for other hardware")
     auto: Literal["bundled", "any"] = _option("bundled", "Whose plugins auto may take")
     files: list[str] = _listed("One-file plugins, by path")
     certificates: str = _option("~/.config/rabbet/certificates", "Directory of certificates, named KIND-NAME.json")

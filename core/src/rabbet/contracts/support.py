@@ -13,6 +13,7 @@ class Refusal:
 
     Attributes:
         code: Upper-case word for programs, e.g. ``HEAD_DIM``, ``DTYPE``, ``ARCH``, ``DEVICE``, ``MISSING_LIBRARY``.
+            ``DEVICE``, ``ARCH`` and ``NO_DEVICE`` say that it is for other hardware, which ``--plugins-strict`` allows.
         message: The reason for people, with the value and the limit.
         fix: What to do about it; may be empty.
     """

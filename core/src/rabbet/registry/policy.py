@@ -27,7 +27,7 @@ class PluginPolicy:
         mode: ``all``, or ``bundled``: only the project's own distributions.
         prefer: ``kind/name`` to the distribution that wins where two provide the name.
         override: ``kind/name`` to the distribution whose declared replacement takes effect.
-        is_strict: A plugin that "auto" had to pass over is an error.
+        is_strict: A plugin that "auto" had to pass over is an error, unless it is for other hardware.
         auto: ``bundled``: "auto" takes only the project's own and certified ones; ``any``: everybody's.
         files: One-file plugins to load, by path.
         locked: A lock file that what is installed has to equal; empty for none.

@@ -27,6 +27,8 @@ from rabbet.registry.loader import ask, load_entry
 __all__ = ["claim_refusals", "foresee", "pass_over", "select"]
 
 logger = logging.getLogger(__name__)
+_OTHER_HARDWARE = ("DEVICE:", "ARCH:", "NO_DEVICE:")
+"""Codes of refusals that find no fault: a plugin for hardware that is not this machine's."""
 _Judge = Callable[[Catalog, Entry, Any], tuple[State, tuple[str, ...]]]
 
 
@@ -102,7 +104,8 @@ def _auto(
             chosen = entry
             continue
         rejected.append(_rejection(entry, state, reasons))
-        if state is State.BROKEN or (state is State.REFUSED and catalog.policy.is_strict):
+        is_here = not any(reason.removeprefix("manifest: ").startswith(_OTHER_HARDWARE) for reason in reasons)
+        if state is State.BROKEN or (state is State.REFUSED and is_here and catalog.policy.is_strict):
             text = f"{kind}/{entry.name} of {entry.label} was passed over, {state.value}: {'; '.join(reasons)}"
             pass_over(catalog, text, kind=kind, name=entry.name)
     if chosen is None:
