@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Certify the distributions of this repository: build wheels, install them, run `rabbet-sdk certify`, and put the
-certificates into the wheels, where `rabbet plugins list` finds them.
+certificates into the wheels, where `rabbet plugins list` finds them. Run once on each device, on the same wheels.
 
 python scripts/certify.py WHEELS [--device cpu] [--only DISTRIBUTION]...
 
@@ -104,17 +104,25 @@ def knobs(plugin: str) -> Path | None:
 
 
 def embed(wheel: Path, package: str, proofs: Sequence[dict[str, Any]]) -> None:
-    """Write the certificates into the wheel's package; its digest leaves them out, so they stay valid."""
+    """Write the certificates into the wheel's package, beside those that it holds of other devices.
+
+    Its digest leaves them out, so they stay valid.
+    """
     name = f"{package}/{CERTIFICATE}"
-    data = (json.dumps([{k: v for k, v in proof.items() if k != "file"} for proof in proofs], indent=1) + "\n").encode()
+    with zipfile.ZipFile(wheel) as old:
+        known: list[dict[str, Any]] = json.loads(old.read(name)) if name in old.namelist() else []
+    new_ones = [{key: value for key, value in proof.items() if key != "file"} for proof in proofs]
+    replaced = {tuple(proof[key] for key in ("kind", "name", "arch")) for proof in new_ones}
+    kept = [proof for proof in known if tuple(proof[key] for key in ("kind", "name", "arch")) not in replaced]
+    data = (json.dumps([*kept, *new_ones], indent=1) + "\n").encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
     target = wheel.with_suffix(".new")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
         for item in old.infolist():
             content = old.read(item)
             if item.filename.endswith(".dist-info/RECORD"):
-                kept = [line for line in content.decode().splitlines() if line.partition(",")[0] != name]
-                content = "\n".join([f"{name},sha256={digest},{len(data)}", *kept, ""]).encode()
+                rows = [row for row in content.decode().splitlines() if row.partition(",")[0] != name]
+                content = "\n".join([f"{name},sha256={digest},{len(data)}", *rows, ""]).encode()
             if item.filename != name:
                 new.writestr(item, content)
         new.writestr(name, data)

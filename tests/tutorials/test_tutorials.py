@@ -63,7 +63,6 @@ def test_there_is_a_tutorial_for_each_story() -> None:
     assert {page.stem for page in TUTORIALS} >= {"quantization", "platform", "proposer", "model"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
