@@ -145,7 +145,7 @@ class AttentionLayerSpec:
 
 class GraphSupport(Enum):
     """Which batches a backend can be captured for: none, those with one query token a request (``DECODE``), with equally
-    many a request (``UNIFORM``), or any.
+    many a request (``UNIFORM``), any (``ALWAYS``), or any that another may take the place of (``RAGGED``).
 
     ``build_metadata`` and ``forward`` run inside of the capture, on tensors whose addresses stay. Before a replay the engine
     changes what stands in ``seq_lens``, ``positions``, ``block_table`` and ``slot_mapping``, in queries, keys and values;
@@ -153,12 +153,16 @@ class GraphSupport(Enum):
     lengths. ``max_seq_len`` is the longest possible, tables have their full width, and rows that a batch is filled up with
     have no slots and the null block as their table. Not to be looked at on the host: any value of a tensor but those of
     ``query_start_cpu``.
+
+    Under ``RAGGED`` the engine changes ``query_start`` too, where a batch says so (``AttentionBatch.is_ragged``): requests
+    of any numbers of tokens, 0 among them, that together have at most ``num_tokens``. ``query_start_cpu`` says nothing then.
     """
 
     NEVER = "never"
     DECODE = "decode"
     UNIFORM = "uniform"
     ALWAYS = "always"
+    RAGGED = "ragged"
 
 
 class AttentionBackend(ABC):

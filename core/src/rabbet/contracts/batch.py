@@ -40,6 +40,8 @@ class AttentionBatch:
             -1 writes nothing.
         is_causal: Each token sees itself and what is before it; otherwise all of its request. Windows as in
             ``AttentionLayerSpec``.
+        is_ragged: The step is being captured, and at each replay ``query_start`` holds what it holds then: the host knows
+            nothing but bounds (``GraphSupport.RAGGED``). Tokens past ``query_start[B]`` belong to no request.
     """
 
     num_requests: int
@@ -54,3 +56,4 @@ class AttentionBatch:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     is_causal: bool = True
+    is_ragged: bool = False

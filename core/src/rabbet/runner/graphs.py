@@ -18,7 +18,7 @@ from rabbet.contracts.platform import CaptureError, GraphSession, Platform, Supp
 from rabbet.runner.inputs import StepInputs
 from rabbet.runner.slots import Slots
 
-__all__ = ["DecodeGraphs", "capture_sizes"]
+__all__ = ["DecodeGraphs", "capture_sizes", "capture_token_sizes"]
 
 logger = logging.getLogger(__name__)
 _LARGEST = 64
@@ -26,6 +26,8 @@ _LARGEST = 64
 _LARGEST_PADDED = 512
 _PADDED = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384)
 """Where steps are launched ahead, a batch is filled up to the next of these sizes: each takes its time at the start."""
+_TOKENS = (16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Larger steps compute for so long that launching them operation by operation does not show."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, list[AttentionBatch]], torch.Tensor]
 """Token ids, positions and one batch a cache group to logits."""
@@ -45,6 +47,15 @@ def capture_sizes(resolved: ResolvedConfig, platform: Platform, backends: Sequen
     most = min(most, resolved.max_num_seqs)
     default = {*(size for size in _PADDED if size < most), most} if is_padded else range(1, most + 1)
     return frozenset(size for size in config.compilation.cudagraph_capture_sizes or default if 0 < size <= most)
+
+
+def capture_token_sizes(resolved: ResolvedConfig, backends: Sequence[AttentionBackend]) -> tuple[int, ...]:
+    """Numbers of tokens to capture for steps that are not decodes, where ``capture_sizes`` allows graphs at all."""
+    if resolved.config.compilation.cudagraph_mode == "FULL_DECODE_ONLY":
+        return ()
+    if any(backend.graph_support() is not GraphSupport.RAGGED for backend in backends):
+        return ()
+    return tuple(size for size in _TOKENS if size <= resolved.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 What the host does not know yet stays on the device. The newest token of each slot stands in ``_last``; an input id of -1
 means "take it from there". A step's numbers travel in one copy from pinned memory, its tokens come back in one copy, and
-the host reads them when the next step is already under way. A decode step of a captured size is one replay besides.
+the host reads them when the next step is already under way. A decode step of a captured size is one replay besides, and so
+is a step of other shape where the attention backends take any batch in a captured one's place.
 
 Shapes: T tokens, B requests, S a captured batch size, M blocks a request at most, V vocabulary.
 """
@@ -29,6 +30,8 @@ __all__ = ["BAD_LOGITS", "Launcher", "draw_batch"]
 logger = logging.getLogger(__name__)
 BAD_LOGITS = "the model's logits hold NaN or infinity"
 _ALIGNMENT = 16
+_MOST_MIXED = 64
+"""Requests of a captured step that is not a decode: each takes its row of logits, whether it samples or not."""
 _RING = 3
 """Host buffers: the device may still read those of two steps under way while the next is written."""
 
@@ -63,10 +66,17 @@ class _Pending:
     """A step under way; calling it waits. Whoever calls first writes the tokens into the rows."""
 
     def __init__(
-        self, plan: StepPlan, slots: Slots, rows: list[Row], places: list[int], wait: Callable[[], None], out: torch.Tensor
+        self,
+        plan: StepPlan,
+        slots: Slots,
+        rows: list[Row],
+        places: list[int],
+        wait: Callable[[], None],
+        tokens: Callable[[], list[int]],
     ) -> None:
+        """``tokens`` reads those of ``rows`` once it has waited; they go to ``places`` of their slots."""
         self._plan, self._slots, self._rows, self._places = plan, slots, rows, places
-        self._wait, self._out = wait, out
+        self._wait, self._tokens = wait, tokens
         self._result: StepResult | None = None
 
     def __call__(self) -> StepResult:
@@ -75,7 +85,7 @@ class _Pending:
             sampled: dict[str, list[int]] = {}
             failed: dict[str, str] = {}
             slots = self._slots
-            for row, place, token in zip(self._rows, self._places, self._out.tolist(), strict=True):
+            for row, place, token in zip(self._rows, self._places, self._tokens(), strict=True):
                 if token < 0:
                     failed[row.request_id] = BAD_LOGITS
                 else:
@@ -103,6 +113,7 @@ class Launcher:
 
     Attributes:
         sizes: Batch sizes with graphs, ascending; a decode step takes the next larger one and is filled up with idle rows.
+        token_sizes: Likewise numbers of tokens of other steps, of up to ``max_mixed`` requests.
     """
 
     def __init__(
@@ -116,6 +127,7 @@ class Launcher:
         forward: Forward,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         sizes: Sequence[int],
+        token_sizes: Sequence[int] = (),
     ) -> None:
         """Allocate what all steps share.
 
@@ -128,12 +140,14 @@ class Launcher:
             forward: The model and its attention metadata.
             compute_logits: The head.
             sizes: Batch sizes to capture.
+            token_sizes: Numbers of tokens to capture for steps that are not decodes.
         """
         self._platform, self._slots, self._device = platform, slots, device
         self._block_size, self._max_model_len = block_size, max_model_len
         self._forward, self._compute_logits = forward, compute_logits
-        self.sizes = tuple(sorted(sizes))
-        self._captured: dict[int, _Captured] = {}
+        self.sizes, self.token_sizes = tuple(sorted(sizes)), tuple(sorted(token_sizes))
+        self.max_mixed = min(_MOST_MIXED, max(self.sizes, default=0))
+        self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pending: deque[_Pending] = deque(maxlen=_RING - 1)
         num_slots = len(slots.num_tokens)
         self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -145,7 +159,8 @@ class Launcher:
         self._query_start = torch.arange(largest + 1, dtype=torch.int32)
         self._query_start_device = self._query_start.to(device)
         self._tables = [torch.zeros((largest, slots.max_blocks), dtype=torch.int32, device=device) for _ in slots.block_tables]
-        self._static = torch.zeros(self._bytes_of(largest), dtype=torch.uint8, device=device)
+        num_bytes = self._bytes_of(largest) + max(self.token_sizes, default=0) * (24 + 8 * len(self._tables))
+        self._static = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def _bytes_of(self, size: int) -> int:
         """Bytes of the numbers of a decode step of ``size`` requests, full tables included."""
@@ -171,18 +186,24 @@ class Launcher:
         counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, count)
         samples = np.nonzero(slots.num_computed[index] + counts >= slots.num_tokens[index])[0]
         num_tokens = int(counts.sum())
-        size = next((size for size in self.sizes if size >= count), 0) if num_tokens == count == len(samples) else 0
+        is_decode = num_tokens == count == len(samples)
+        sizes, needed = (self.sizes, count) if is_decode else (self.token_sizes, num_tokens)
+        size = next((size for size in sizes if size >= needed), 0)
         self._turn = (self._turn + 1) % _RING
-        if size:
-            tokens = self._replay(np.concatenate((index, np.full(size - count, slots.idle, np.int64))), count)
+        at: slice | np.ndarray = slice(len(samples))
+        if size and is_decode:
+            tokens = self._replay(self._filled(index, size), count)
+        elif size and count <= self.max_mixed:
+            # It draws for every request, whether that has reached its last token or not.
+            tokens, at = self._replay_mixed(index, counts, samples, size), samples
         else:
             tokens = self._run(index, counts, samples)
-        out = self._out[self._turn][: len(samples)]
-        out.copy_(tokens[: len(samples)], non_blocking=True)
+        out = self._out[self._turn][: len(tokens)]
+        out.copy_(tokens, non_blocking=True)
         sampling = rows if len(samples) == count else [rows[i] for i in samples.tolist()]
         known = index[samples]
         places = slots.num_tokens[known]
-        pending = _Pending(plan, slots, sampling, places.tolist(), self._platform.mark(), out)
+        pending = _Pending(plan, slots, sampling, places.tolist(), self._platform.mark(), lambda: out.numpy()[at].tolist())
         slots.token_ids[known, places] = -1
         slots.num_tokens[known] += 1
         self._pending.append(pending)
@@ -190,14 +211,19 @@ class Launcher:
 
     def capture_all(self) -> None:
         """Capture each size, largest first: smaller ones then find room in its memory."""
+        none = np.zeros(0, np.int64)
         try:
             for size in reversed(self.sizes):
                 self._turn = (self._turn + 1) % _RING
-                self._replay(np.full(size, self._slots.idle, np.int64), 0)
+                self._replay(self._filled(none, size), 0)
+                self._platform.mark()()
+            for size in reversed(self.token_sizes):
+                self._turn = (self._turn + 1) % _RING
+                self._replay_mixed(none, none, none, size)
                 self._platform.mark()()
         except CaptureError as error:
             logger.info("steps are not captured: %s", error)
-            self.sizes = ()
+            self.sizes = self.token_sizes = ()
 
     # ---- one step
 
@@ -244,11 +270,42 @@ class Launcher:
         offsets = self._move(arrays, self._static)
         for static, table, offset in zip(self._tables, tables, offsets[-len(tables) :], strict=True):
             static[:size, : table.shape[1]].copy_(_view(self._static, table, offset))
-        captured = self._captured.get(size)
+        captured = self._captured.get((size, False))
         if captured is None:
-            self._captured[size] = captured = self._capture(size, _views(self._static, arrays, offsets))
+            self._captured[size, False] = captured = self._capture(size, _views(self._static, arrays, offsets))
         else:
             captured.session.replay()
+        return self._drawn(captured, draw)
+
+    def _replay_mixed(self, index: np.ndarray, counts: np.ndarray, samples: np.ndarray, size: int) -> torch.Tensor:
+        """A step of any shape with at most ``size`` tokens and ``max_mixed`` requests, as one replay."""
+        slots, most, count = self._slots, self.max_mixed, len(index)
+        query_start, owner, positions, seq_lens = flat_tokens(slots, index, counts)
+        num_tokens = len(owner)
+        query_start = np.concatenate((query_start, np.full(most - count, num_tokens, np.int32)))
+        seq_lens = np.concatenate((seq_lens, np.ones(most - count, np.int32)))
+        known = np.full(most, slots.idle, np.int64)
+        known[samples] = index[samples]
+        draw, tables = self._draw_arrays(known), self._table_arrays(self._filled(index, most), seq_lens)
+        positions = np.concatenate((positions, np.zeros(size - num_tokens, np.int64)))
+        arrays = [
+            *self._token_arrays(self._filled(owner, size), positions), *draw, known, seq_lens,
+            query_start, np.maximum(query_start[1:] - 1, 0).astype(np.int64), *tables,
+        ]  # fmt: skip
+        for mapping in arrays[3 : 3 + len(tables)]:
+            mapping[num_tokens:] = -1
+        offsets = self._move(arrays, self._static)
+        for static, table, offset in zip(self._tables, tables, offsets[-len(tables) :], strict=True):
+            static[:most, : table.shape[1]].copy_(_view(self._static, table, offset))
+        captured = self._captured.get((size, True))
+        if captured is None:
+            self._captured[size, True] = captured = self._capture(size, _views(self._static, arrays, offsets), is_mixed=True)
+        else:
+            captured.session.replay()
+        return self._drawn(captured, draw)
+
+    def _drawn(self, captured: _Captured, draw: list[np.ndarray]) -> torch.Tensor:
+        """The tokens of a replay. What filters exclude is not part of the graph: such rows are drawn once more."""
         _, is_filtered = _kinds(draw[:3], draw[3])
         if not is_filtered:
             return captured.tokens
@@ -256,22 +313,25 @@ class Launcher:
         self._last.index_copy_(0, captured.sample_slots, tokens)
         return tokens
 
-    def _capture(self, size: int, views: list[torch.Tensor]) -> _Captured:
+    def _capture(self, size: int, views: list[torch.Tensor], *, is_mixed: bool = False) -> _Captured:
         groups = len(self._tables)
         ids, owners, places, mappings, rest = *views[:3], views[3 : 3 + groups], views[3 + groups :]
-        ones = torch.ones(size, dtype=torch.int32)
+        count = self.max_mixed if is_mixed else size
+        starts = rest[8] if is_mixed else self._query_start_device[: size + 1]
         batches = [
             AttentionBatch(
-                num_requests=size, num_tokens=size, max_query_len=1, max_seq_len=self._max_model_len,
-                query_start=self._query_start_device[: size + 1], query_start_cpu=self._query_start[: size + 1],
-                seq_lens=rest[7], seq_lens_cpu=ones, positions=places, block_table=table[:size], slot_mapping=mapping,
+                num_requests=count, num_tokens=size, max_query_len=size if is_mixed else 1, max_seq_len=self._max_model_len,
+                query_start=starts, query_start_cpu=self._query_start[: count + 1],
+                seq_lens=rest[7], seq_lens_cpu=torch.ones(count, dtype=torch.int32), positions=places,
+                block_table=table[:count], slot_mapping=mapping, is_ragged=is_mixed,
             )
             for table, mapping in zip(self._tables, mappings, strict=True)
         ]  # fmt: skip
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def work() -> None:
-            logits = self._compute_logits(self._forward(self._ids(ids, owners), places, batches))
+            hidden = self._forward(self._ids(ids, owners), places, batches)
+            logits = self._compute_logits(hidden.index_select(0, rest[9]) if is_mixed else hidden)
             tokens = self._platform.draw(logits, _draw_batch(rest[:6], True, False))
             self._last.index_copy_(0, rest[6], tokens)
             made.append((logits, tokens))
@@ -286,6 +346,10 @@ class Launcher:
         return torch.where(ids_T < 0, self._last.index_select(0, owners_T).clamp_min(0), ids_T)
 
     # ---- numbers of a step
+
+    def _filled(self, index: np.ndarray, size: int) -> np.ndarray:
+        """With idle rows up to ``size``."""
+        return np.concatenate((index, np.full(size - len(index), self._slots.idle, np.int64)))
 
     def _token_arrays(self, owner: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
         """Ids, slots, positions, then the places in the cache for each group."""

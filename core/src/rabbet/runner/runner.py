@@ -20,7 +20,7 @@ from rabbet.errors import PluginLoadError
 from rabbet.layers import ForwardContext, set_forward_context
 from rabbet.parallel import ParallelState, init_parallel
 from rabbet.runner.build import BuiltModel, attention_query, build_model
-from rabbet.runner.graphs import DecodeGraphs, capture_sizes
+from rabbet.runner.graphs import DecodeGraphs, capture_sizes, capture_token_sizes
 from rabbet.runner.inputs import SampleRow, StepInputs, build_inputs
 from rabbet.runner.launch import BAD_LOGITS, Launcher, draw_batch
 from rabbet.runner.logits import adjust_logits
@@ -191,6 +191,7 @@ class DeviceRunner(ModelRunner):
                 forward=self._forward,
                 compute_logits=self._model.compute_logits,
                 sizes=sorted(sizes),
+                token_sizes=capture_token_sizes(resolved, self._backends) if sizes else (),
             )
         elif sizes and isinstance(platform, SupportsGraphs):
             self._graphs = DecodeGraphs(platform, self._slots, self._compute, sizes, resolved.max_model_len)

@@ -49,7 +49,8 @@ class _Step:
         decode_rows: Rows of a decode tile.
         splits: Programs a head of a decode.
         num_tiles: Tiles of the other requests.
-        tiles: int32 [2, tiles]: their requests and first query tokens.
+        tiles: int32 [2, tiles]: their requests and first query tokens; None: each finds its own.
+        stores: Whether decodes put keys and values into the cache themselves.
     """
 
     batch: AttentionBatch
@@ -59,6 +60,7 @@ class _Step:
     splits: int
     num_tiles: int
     tiles: torch.Tensor | None
+    stores: bool = False
 
 
 @register_attention_backend("triton")
@@ -113,8 +115,8 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def graph_support(cls) -> GraphSupport:
-        """Decodes: everything that depends on the step is read on the device."""
-        return GraphSupport.DECODE
+        """All: everything that depends on the step is read on the device."""
+        return GraphSupport.RAGGED
 
     def __init__(self, context: AttentionContext) -> None:
         """See ``AttentionBackend``."""
@@ -160,9 +162,14 @@ class TritonAttention(AttentionBackend):
 
         if not batch.is_causal:
             raise ValueError("attention/triton: is_causal is False; this backend computes causal attention only")
-        if batch.max_query_len * self._group <= self._most_rows:
-            splits = self._splits(batch.num_requests)
-            return _Step(batch, batch.num_requests, None, self._most_rows, splits, 0, None)
+        rows, splits = self._most_rows, self._splits(batch.num_requests)
+        if batch.is_ragged:
+            # Every request may turn out to be either; chunks, which have more tokens than a decode, end in a tile that is not full.
+            most_chunks = min(batch.num_requests, batch.num_tokens // (rows // self._group + 1))
+            num_tiles = batch.num_tokens // (self._chunk_rows() // self._group) + most_chunks
+            return _Step(batch, batch.num_requests, None, rows, splits, num_tiles, None)
+        if batch.max_query_len * self._group <= rows:
+            return _Step(batch, batch.num_requests, None, rows, splits, 0, None, stores=True)
         counts = np.diff(batch.query_start_cpu[: batch.num_requests + 1].numpy())
         is_decode = counts * self._group <= self._most_rows
         decodes = np.nonzero(is_decode & (counts > 0))[0].astype(np.int32)
@@ -178,7 +185,7 @@ class TritonAttention(AttentionBackend):
         num_decodes, num_tiles = len(decodes), len(requests)
         splits = self._splits(num_decodes) if num_decodes else 1
         return _Step(
-            batch, num_decodes, moved[:num_decodes], self._most_rows, splits, num_tiles,
+            batch, num_decodes, moved[:num_decodes], rows, splits, num_tiles,
             moved[num_decodes:].view(2, num_tiles),
         )  # fmt: skip
 
@@ -204,7 +211,7 @@ class TritonAttention(AttentionBackend):
         page, dependent = kv_cache.stride(0), self._launches.dependence(q_THD, is_small=batch.num_tokens == 1)
         strides = (k_TKD.stride(0), k_TKD.stride(1), v_TKE.stride(0), v_TKE.stride(1))
         # Where all requests have few tokens one launch does everything.
-        stores = metadata.num_tiles == 0
+        stores = metadata.stores
         if not stores:
             heads = 1 << (num_kv_heads - 1).bit_length()
             self._launches.store(
@@ -233,12 +240,14 @@ class TritonAttention(AttentionBackend):
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         if metadata.num_tiles:
-            assert metadata.tiles is not None
-            rows = self._chunk_rows()
+            rows, tiles = self._chunk_rows(), metadata.tiles
+            first, second = (batch.query_start, batch.query_start) if tiles is None else tiles
             self._launches.chunk(
                 (num_kv_heads, metadata.num_tiles, 1),
-                q_THD, kv_cache, out_THE, metadata.tiles[0], metadata.tiles[1], batch.query_start, batch.seq_lens,
-                batch.block_table, sinks, slopes, q_THD.stride(0), q_THD.stride(1), *shared,
-                num_kv_heads, self._group, block_size, head_dim, rows, self._width, self._columns, *flags, dependent,
+                q_THD, kv_cache, out_THE, first, second, batch.query_start, batch.seq_lens,
+                batch.block_table, sinks, slopes, batch.num_requests, q_THD.stride(0), q_THD.stride(1), *shared,
+                num_kv_heads, self._group, block_size, head_dim, rows, self._width, self._columns,
+                1 << (batch.num_requests - 1).bit_length() if tiles is None else 1, metadata.decode_rows, *flags,
+                tiles is not None, dependent,
                 num_warps=8 if rows >= 128 else 4, num_stages=2 if self._width * self._columns > 8192 else 3,
             )  # fmt: skip

@@ -148,6 +148,9 @@ def decode_kernel(
     request = tl.load(requests + index) if HAS_LIST else index
     first = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - first
+    # A request of a captured step may have no token now, or so many that they are a chunk's.
+    if (count == 0) | (count * G > ROWS):
+        return
     length = tl.load(seq_lens + request)
     lowest = 0
     if HAS_WINDOW:
@@ -228,27 +231,44 @@ def decode_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def chunk_kernel(
     q, cache, out, tile_requests, tile_starts, query_start, seq_lens, tables, sinks, slopes,
-    q_token, q_head, page, table_row, scale, window, soft_cap,
+    requests, q_token, q_head, page, table_row, scale, window, soft_cap,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MOST_REQUESTS: tl.constexpr, DECODE_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS / G query tokens of one request, for one key head. Tiles that see the most keys come first.
 
     Args:
-        tile_requests: int32 [tiles] request of a tile.
+        tile_requests: int32 [tiles] request of a tile. Without HAS_TILES each program finds its own from ``query_start``:
+            the last tile of the last request first, none of those with so few tokens that they are decodes.
         tile_starts: int32 [tiles] its first query token within the request.
+        requests: How many there are, at most MOST_REQUESTS.
     """
     enter(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     tile = tl.program_id(1)
     head = tl.program_id(0)
-    request = tl.load(tile_requests + tile)
-    begin_token = tl.load(tile_starts + tile)
+    request = tile
+    begin_token = tile
+    if HAS_TILES:
+        request = tl.load(tile_requests + tile)
+        begin_token = tl.load(tile_starts + tile)
+    else:
+        everyone = tl.arange(0, MOST_REQUESTS)
+        is_one = everyone < requests
+        counts = tl.load(query_start + everyone + 1, is_one, other=0) - tl.load(query_start + everyone, is_one, other=0)
+        tiles = tl.where(counts * G > DECODE_ROWS, tl.cdiv(counts, ROWS // G), 0)
+        wanted = tl.sum(tiles, 0) - 1 - tile
+        # Most programs of a small step in a large one's graph end here.
+        if wanted < 0:
+            return
+        request = tl.sum(((tl.cumsum(tiles, 0) <= wanted) & is_one).to(tl.int32), 0)
+        begin_token = (wanted - tl.sum(tl.where(everyone < request, tiles, 0), 0)) * (ROWS // G)
     first = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - first
     length = tl.load(seq_lens + request)

@@ -101,8 +101,8 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def graph_support(cls) -> GraphSupport:
-        """Decodes: the compiled kernels read lengths and tables at each run, plain torch does on the host."""
-        return GraphSupport.NEVER if native.library() is None else GraphSupport.DECODE
+        """All: the compiled kernels read everything where it stands at each run. Plain torch does on the host."""
+        return GraphSupport.NEVER if native.library() is None else GraphSupport.RAGGED
 
     def __init__(self, context: AttentionContext) -> None:
         """See ``AttentionBackend``."""

@@ -44,27 +44,33 @@ class _Unseen(torch.Tensor):
 
 @dataclass(kw_only=True)
 class Static:
-    """One step's tensors at fixed addresses: ``size`` requests of ``count`` tokens, or as ``counts`` says.
+    """One step's tensors at fixed addresses: requests of as many tokens as ``counts`` says, or at most so many together.
 
     The engine's part of a capture: bounds are the largest that can come, tables have their full width, and what the host
-    holds of the lengths is as it was at the capture. A row without a request has no slot, and its table names the null block.
+    holds of the lengths is as it was at the capture. A row without a request has no slot, and its table names the null block;
+    where the step is ragged it has no token either.
     """
 
     rig: Rig
     counts: tuple[int, ...]
+    is_ragged: bool = False
 
     def __post_init__(self) -> None:
         it, size, total = self.rig, len(self.counts), sum(self.counts)
         setup, device = it.setup, it.device
         starts = torch.tensor((0, *self.counts)).cumsum(0).to(torch.int32)
+        self.current = self.counts
         self.batch = AttentionBatch(
-            num_requests=size, num_tokens=total, max_query_len=max(self.counts), max_seq_len=setup.block_size * 16,
-            query_start=starts.to(device), query_start_cpu=starts,
+            num_requests=size, num_tokens=total, max_query_len=total if self.is_ragged else max(self.counts),
+            max_seq_len=setup.block_size * 16,
+            query_start=starts.clone().to(device),
+            query_start_cpu=torch.zeros_like(starts) if self.is_ragged else starts,
             seq_lens=torch.tensor(self.counts, dtype=torch.int32).to(device),
             seq_lens_cpu=torch.tensor(self.counts, dtype=torch.int32),
             positions=torch.zeros(total, dtype=torch.int64, device=device),
             block_table=torch.zeros((size, 16), dtype=torch.int32, device=device),
             slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device), is_causal=setup.is_causal,
+            is_ragged=self.is_ragged,
         )  # fmt: skip
         heads = ((setup.heads, setup.head_dim), (setup.kv_heads, setup.head_dim), (setup.kv_heads, setup.size_v))
         self.inputs = [torch.zeros((total, *shape), dtype=it.dtype, device=device) for shape in heads]
@@ -74,11 +80,15 @@ class Static:
         """Fill in a step; None is a row without a request. Outputs are poisoned."""
         it, batch = self.rig, self.batch
         self.out.fill_(it.fill)
+        if self.is_ragged:
+            self.current = tuple(0 if row is None else row[1] for row in rows)
+            batch.query_start.copy_(torch.tensor((0, *self.current)).cumsum(0))
+            batch.slot_mapping.fill_(-1)
         for index, row in enumerate(rows):
-            first, last = sum(self.counts[:index]), sum(self.counts[: index + 1])
+            first, last = sum(self.current[:index]), sum(self.current[: index + 1])
             if row is None:
                 # As the engine fills up: a short request in the null block, which may hold anything.
-                batch.seq_lens[index], batch.block_table[index] = self.counts[index], 0
+                batch.seq_lens[index], batch.block_table[index] = max(1, self.current[index]), 0
                 batch.positions[first:last] = torch.arange(last - first, device=it.device)
                 batch.slot_mapping[first:last] = -1
                 continue
@@ -98,7 +108,8 @@ class Static:
     def outputs(self, rows: Sequence[tuple[Request, int] | None]) -> list[torch.Tensor]:
         """Copies of the outputs of the rows with requests, whose tokens then count as computed."""
         found = []
-        for row, part in zip(rows, torch.split(self.out, list(self.counts)), strict=True):
+        parts = torch.split(self.out, [*self.current, len(self.out) - sum(self.current)])
+        for row, part in zip(rows, parts[:-1], strict=True):
             if row is not None:
                 row[0].done += row[1]
                 found.append(part.clone())
@@ -107,7 +118,9 @@ class Static:
 
 def held(static: Static) -> Replay:
     """The step again and again, with what the host holds as it is now: what a replay does, without one that captures."""
-    names = ("seq_lens", "positions", "block_table", "slot_mapping")
+    names = ["seq_lens", "positions", "block_table", "slot_mapping"]
+    if static.is_ragged:
+        names.append("query_start")
     unseen = {name: getattr(static.batch, name).as_subclass(_Unseen) for name in names}
     batch = replace(static.batch, **unseen)
 

@@ -415,26 +415,51 @@ class AttentionConformance(SupportsConformance):
         if support is GraphSupport.NEVER:
             unavailable("graphs are claimed, but not supported on this machine")
         shapes = [(1, 1, 1)]
-        shapes += [(3, 3, 3)] if support in (GraphSupport.UNIFORM, GraphSupport.ALWAYS) else []
-        shapes += [(4, 1, 2)] if support is GraphSupport.ALWAYS else []
+        is_any = support in (GraphSupport.ALWAYS, GraphSupport.RAGGED)
+        shapes += [(3, 3, 3)] if is_any or support is GraphSupport.UNIFORM else []
+        shapes += [(4, 1, 2)] if is_any else []
+        if support is GraphSupport.RAGGED:
+            self._ragged(rig, setup, capture)
         size = setup.block_size
         for counts in shapes:
             it = rig(setup)
-            static, replay = Static(rig=it, counts=counts), None
+            static = Static(rig=it, counts=counts)
             one = [it.started(before, 3 * now) for before, now in zip((5, size - 1, 3), counts, strict=True)]
             two = [it.started(before, now) for before, now in zip((2 * size, 2, size), counts, strict=True)]
-            for requests in ([None] * 3, one, two, [one[2], None, one[0]], [None, one[1], None]):
-                rows = [None if who is None else (who, now) for who, now in zip(requests, counts, strict=True)]
-                static.load(rows)
-                before = it.whole.clone()
-                if replay is None:
-                    replay = capture(static)
-                else:
-                    replay()
-                touched = {slot // size + 1 for slot in static.batch.slot_mapping.tolist() if slot >= 0}
-                spoilt = [p - 1 for p in range(len(before)) if p not in touched and not _same(before[p], it.whole[p])]
-                assert not spoilt, f"blocks {spoilt} were written; the step has no slots in them"
-                self._near(it, [row for row in rows if row is not None], static.outputs(rows))
+            steps = [[None] * 3, one, two, [one[2], None, one[0]], [None, one[1], None]]
+            self._take(static, capture, [
+                [None if who is None else (who, now) for who, now in zip(requests, counts, strict=True)] for requests in steps
+            ])  # fmt: skip
+
+    def _ragged(self, rig: Any, setup: Setup, capture: Any) -> None:
+        """One capture for steps whose requests have other numbers of tokens each time."""
+        it = rig(setup)
+        size = setup.block_size
+        long, short, third = it.started(3, 3 * size), it.started(size - 1, 8), it.started(2, size + 8)
+        steps = [
+            [None, None, None],
+            [(long, size + 3), (short, 1), (third, 2)],
+            [(short, 1), (long, 1), None],
+            [None, None, (long, size + 5)],
+            [(third, size + 3), None, (short, 5)],
+        ]
+        self._take(Static(rig=it, counts=(size + 5, 1, 2), is_ragged=True), capture, steps)
+
+    def _take(self, static: Static, capture: Any, steps: Any) -> None:
+        """The steps one after another, the first of them while it is captured."""
+        it, replay = static.rig, None
+        size = it.setup.block_size
+        for rows in steps:
+            static.load(rows)
+            before = it.whole.clone()
+            if replay is None:
+                replay = capture(static)
+            else:
+                replay()
+            touched = {slot // size + 1 for slot in static.batch.slot_mapping.tolist() if slot >= 0}
+            spoilt = [p - 1 for p in range(len(before)) if p not in touched and not _same(before[p], it.whole[p])]
+            assert not spoilt, f"blocks {spoilt} were written; the step has no slots in them"
+            self._near(it, [row for row in rows if row is not None], static.outputs(rows))
 
     @level(3)
     @dangerous
