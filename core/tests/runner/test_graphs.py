@@ -14,7 +14,7 @@ from rabbet.config.schema import CompilationConfig
 from rabbet.contracts.attention import GraphSupport
 from rabbet.contracts.batch import AttentionBatch
 from rabbet.contracts.platform import CaptureError, GraphSession, SupportsAsyncSteps, SupportsGraphs
-from rabbet.runner.graphs import DecodeGraphs, capture_sizes
+from rabbet.runner.graphs import DecodeGraphs, capture_sizes, capture_token_sizes
 from rabbet.runner.inputs import build_inputs
 from rabbet.runner.slots import Slots
 from rabbet.types.plan import NewRequest, RunningRequest, StepPlan
@@ -206,3 +206,19 @@ class AheadPlatform(GraphPlatform, SupportsAsyncSteps):
 def test_where_steps_run_ahead_few_sizes_stand_for_all() -> None:
     assert sizes(platform=AheadPlatform()) == {1, 2, 4}
     assert sizes(platform=AheadPlatform(), compilation=CompilationConfig(max_cudagraph_capture_size=3)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("mode", "supports", "expected"),
+    [
+        (None, [GraphSupport.RAGGED, GraphSupport.RAGGED], (16, 64, 128)),
+        ("FULL_DECODE_ONLY", [GraphSupport.RAGGED], ()),
+        (None, [GraphSupport.RAGGED, GraphSupport.ALWAYS], ()),
+    ],
+)
+def test_mixed_batches_are_captured_where_every_backend_takes_any(
+    mode: Any, supports: list[GraphSupport], expected: tuple[int, ...]
+) -> None:
+    config = SimpleNamespace(compilation=CompilationConfig(cudagraph_mode=mode))
+    resolved: Any = SimpleNamespace(config=config, max_num_batched_tokens=200)
+    assert capture_token_sizes(resolved, [Backend(support) for support in supports]) == expected  # type: ignore[misc]

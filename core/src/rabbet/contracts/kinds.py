@@ -53,7 +53,7 @@ _ALL = (
         name="attention",
         base="rabbet.contracts.attention:AttentionBackend",
         chosen_by="--attention-backend",
-        version="1.1",
+        version="1.2",
     ),
     Kind(name="linear", base="rabbet.contracts.linear:LinearBackend", chosen_by="--linear-backend"),
     Kind(name="moe", base="rabbet.contracts.linear:MoEBackend", chosen_by="--moe-backend"),

@@ -158,7 +158,9 @@ class Launcher:
         largest = max(self.sizes, default=0)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32)
         self._query_start_device = self._query_start.to(device)
-        self._tables = [torch.zeros((largest, slots.max_blocks), dtype=torch.int32, device=device) for _ in slots.block_tables]
+        self._tables = [
+            torch.zeros((largest, slots.max_blocks), dtype=torch.int32, device=device) for _ in slots.block_tables
+        ]
         num_bytes = self._bytes_of(largest) + max(self.token_sizes, default=0) * (24 + 8 * len(self._tables))
         self._static = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
@@ -203,7 +205,9 @@ class Launcher:
         sampling = rows if len(samples) == count else [rows[i] for i in samples.tolist()]
         known = index[samples]
         places = slots.num_tokens[known]
-        pending = _Pending(plan, slots, sampling, places.tolist(), self._platform.mark(), lambda: out.numpy()[at].tolist())
+        pending = _Pending(
+            plan, slots, sampling, places.tolist(), self._platform.mark(), lambda: out.numpy()[at].tolist()
+        )
         slots.token_ids[known, places] = -1
         slots.num_tokens[known] += 1
         self._pending.append(pending)
@@ -299,7 +303,9 @@ class Launcher:
             static[:most, : table.shape[1]].copy_(_view(self._static, table, offset))
         captured = self._captured.get((size, True))
         if captured is None:
-            self._captured[size, True] = captured = self._capture(size, _views(self._static, arrays, offsets), is_mixed=True)
+            self._captured[size, True] = captured = self._capture(
+                size, _views(self._static, arrays, offsets), is_mixed=True
+            )
         else:
             captured.session.replay()
         return self._drawn(captured, draw)

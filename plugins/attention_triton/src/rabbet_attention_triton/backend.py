@@ -139,7 +139,9 @@ class TritonAttention(AttentionBackend):
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_rows = max(16, int(triton.next_power_of_2(self._group)))
         # Sums of splits: as many programs as fill the device a few times over need them at once.
-        self._most_partials = max(2 * _PROGRAMS * self._processors + query.num_kv_heads, 2 * _MAX_SPLITS * query.num_kv_heads)
+        self._most_partials = max(
+            2 * _PROGRAMS * self._processors + query.num_kv_heads, 2 * _MAX_SPLITS * query.num_kv_heads
+        )
         self._partial = torch.empty(self._most_partials * _MOST_ROWS * self._width, dtype=torch.float32, device=device)
         self._marks = torch.empty(self._most_partials * _MOST_ROWS * 2, dtype=torch.float32, device=device)
         count = max(context.max_num_requests, 1) * query.num_kv_heads

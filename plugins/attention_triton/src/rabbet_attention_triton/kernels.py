@@ -216,7 +216,9 @@ def decode_kernel(
                 for step in tl.static_range(4):
                     is_there = tl.zeros((ROWS,), tl.int32) + (other + step) < used
                     at = place + other + step
-                    its_most = tl.load(marks + at * (2 * ROWS) + rows, is_there, other=float("-inf"), cache_modifier=".cg")
+                    its_most = tl.load(
+                        marks + at * (2 * ROWS) + rows, is_there, other=float("-inf"), cache_modifier=".cg"
+                    )
                     its_total = tl.load(
                         partial + at * (ROWS * WIDTH) + place_in_split, (is_row & is_there)[:, None], other=0.0,
                         cache_modifier=".cg",

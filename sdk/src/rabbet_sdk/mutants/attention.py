@@ -60,7 +60,7 @@ def _plain_refusals(query: AttentionQuery, *refused: str) -> tuple[Refusal, ...]
 
 
 class GraphAttention(StrictAttention):
-    """Can be captured: tables and lengths are read where they stand, by operations whose sizes never change."""
+    """Can be captured: tables, lengths and where requests begin are read where they stand, by operations of fixed sizes."""
 
     @classmethod
     def supports(cls, query: AttentionQuery) -> tuple[Refusal, ...]:
@@ -71,8 +71,8 @@ class GraphAttention(StrictAttention):
 
     @classmethod
     def graph_support(cls) -> GraphSupport:
-        """Any batch: which token belongs to which request is the capture's."""
-        return GraphSupport.ALWAYS
+        """Any batch in any batch's place."""
+        return GraphSupport.RAGGED
 
     def forward(self, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, out: Any) -> None:
         """Every token over every place that its request may have."""
@@ -83,15 +83,17 @@ class GraphAttention(StrictAttention):
         new = torch.cat((k[:count] / layer.k_scale, v[:count] / layer.v_scale), dim=-1).to(kv_cache.dtype)
         places = kv_cache.flatten(0, 1)
         places.index_copy_(0, at, torch.where(is_kept, new, places.index_select(0, at)))
-        starts = metadata.query_start_cpu.tolist()
-        rows = [row for row, start in enumerate(starts[:-1]) for _ in range(start, starts[row + 1])]
+        # Tokens that belong to no request read the last one's.
+        rows = torch.bucketize(torch.arange(count), metadata.query_start[1:], right=True).clamp_max(
+            metadata.num_requests - 1
+        )
         pages = kv_cache.index_select(0, metadata.block_table.flatten().long())
         stored = pages.unflatten(0, metadata.block_table.shape).flatten(1, 2).float()
         for token in range(count):
-            row, position = rows[token], metadata.positions[token]
+            row, position = rows[token : token + 1], metadata.positions[token]
             distance = torch.arange(stored.shape[1]) - position
             is_seen = (distance <= 0) & (distance > -(layer.window or stored.shape[1]))
-            seen = torch.where(is_seen.view(-1, 1, 1), stored[row], 0.0)
+            seen = torch.where(is_seen.view(-1, 1, 1), stored.index_select(0, row)[0], 0.0)
             keys, values = seen[..., : q.shape[2]] * layer.k_scale, seen[..., q.shape[2] :] * layer.v_scale
             heads = q[token].float().view(seen.shape[1], -1, q.shape[2])
             scores = torch.einsum("kgd,lkd->kgl", heads, keys) * layer.scale
@@ -130,6 +132,12 @@ def _kept_tables(self: Any, batch: Any) -> Any:
     kept = self.__dict__.setdefault("tables", {})
     table = kept.setdefault(tuple(batch.block_table.shape), batch.block_table.clone())
     return replace(batch, block_table=table)
+
+
+def _kept_starts(self: Any, batch: Any) -> Any:
+    """Copies where requests begin once for each size."""
+    kept = self.__dict__.setdefault("starts", {})
+    return replace(batch, query_start=kept.setdefault(batch.num_tokens, batch.query_start.clone()))
 
 
 def _asks_for_slots(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, out: Any) -> None:
@@ -294,6 +302,8 @@ MUTANTS = (
            base=GraphAttention, build_metadata=_host_lengths),
     _plant("tables_of_the_capture", _FOLLOW, "stale metadata: a copy that is made once", claims=_GRAPHS,
            base=GraphAttention, build_metadata=_kept_tables),
+    _plant("starts_of_the_capture", _FOLLOW, "divides tokens among requests as the first step did", claims=_GRAPHS,
+           base=GraphAttention, build_metadata=_kept_starts),
     _plant("width_of_the_capture", _FOLLOW, "as many blocks as the first step had", claims=_GRAPHS,
            base=GraphAttention, build_metadata=_cut_tables),
     _plant("asks_the_device", _FOLLOW, "waits for a value that a replay has nobody to wait for", claims=_GRAPHS,
