@@ -12,13 +12,9 @@ import pytest
 from rabbet_hw_rocm import devices, platform
 from rabbet_hw_rocm.devices import Gpu, all_gpus, choose, restrict
 from rabbet_hw_rocm.platform import RocmPlatform, torch_build
+from rocm_topology import GIB, Node, write_topology
 
 from rabbet.contracts.platform import PlatformQuery
-
-sys.path.insert(0, str(Path(__file__).parent))
-from topology import GIB, Node, write_topology
-
-sys.path.pop(0)
 
 VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 BF16 = PlatformQuery(dtype="bfloat16")

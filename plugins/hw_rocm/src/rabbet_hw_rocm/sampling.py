@@ -16,8 +16,8 @@ from rabbet.contracts.platform import DrawBatch
 
 __all__ = ["draw"]
 
-_ROWS_AT_ONCE = 32
-"""Numbers of a row take 8 bytes a logit, several times over."""
+_LOGITS_AT_ONCE = 1 << 23
+"""Each takes 8 bytes, several times over."""
 
 
 def _signed(value: int) -> int:
@@ -30,7 +30,9 @@ _STEP, _FIRST, _SECOND = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9
 
 def draw(logits_BV: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
     """See ``SupportsAsyncSteps.draw``."""
-    parts = [_draw(logits_BV[i : i + _ROWS_AT_ONCE], batch, i) for i in range(0, logits_BV.shape[0], _ROWS_AT_ONCE)]
+    count, vocab_size = logits_BV.shape
+    step = max(1, _LOGITS_AT_ONCE // vocab_size)
+    parts = [_draw(logits_BV[i : i + step], batch, i) for i in range(0, count, step)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=logits_BV.device)
 
 
