@@ -19,10 +19,11 @@ cpu="hw_cpu model_llama model_qwen3 model_transformers weights_gguf"
 editable="" constraints="" tools=""
 case $1 in
     cpu) plugins=$cpu; constraints="-c constraints/cpu.txt" ;;
-    dev) plugins="$cpu attention_triton hw_cuda"; constraints="-c constraints/cpu.txt"; editable="-e"; tools="-e ./sdk .[dev]" ;;
+    dev) plugins="$cpu attention_triton hw_cuda hw_rocm"; constraints="-c constraints/cpu.txt"; editable="-e"; tools="-e ./sdk .[dev]" ;;
     # Without such a GPU torch's CUDA build, of several GB, is of no use.
     cuda | all)
         plugins=$(cd plugins && echo *)
+        if [ "$1" = cuda ]; then plugins=${plugins/hw_rocm/}; fi
         if ! nvidia-smi -L >/dev/null 2>&1; then constraints="-c constraints/cpu.txt"; fi
         ;;
     *) usage ;;

@@ -75,7 +75,7 @@ def test_quantization_of_the_model_is_looked_up_by_name(two: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("device", "arch", "expected"),
-    [("sm_90", "", ("cuda", "sm_90")), ("", "sm_80", ("cuda", "sm_80")), ("cpu", "", ("cpu", None)), ("gfx942", "", ("rocm", "gfx942"))],
+    [("sm_90", "", ("cuda", "sm_90")), ("", "sm_80", ("cuda", "sm_80")), ("cpu", "", ("cpu", None)), ("gfx942", "", ("cuda", "gfx942"))],
 )
 def test_device_may_be_an_architecture(device: str, arch: str, expected: tuple[str, str | None]) -> None:
     query = machine(device, arch, "")

@@ -81,11 +81,12 @@ def plugin_info(catalog: Catalog, name: str) -> list[dict[str, Any]]:
 
 def machine(device: str, arch: str, dtype: str) -> SimpleNamespace:
     """The query for a machine that is not this one; ``device`` may name an architecture, such as ``sm_90``."""
-    for prefix, device_type in (("sm_", "cuda"), ("gfx", "rocm")):
-        if device.startswith(prefix):
-            device, arch = device_type, arch or device
-        elif not device and arch.startswith(prefix):
-            device = device_type
+    # torch calls AMD's GPUs so too.
+    gpus = ("sm_", "gfx")
+    if device.startswith(gpus):
+        device, arch = "cuda", arch or device
+    elif not device and arch.startswith(gpus):
+        device = "cuda"
     return SimpleNamespace(device_type=device, arch=arch or None, dtype=dtype)
 
 

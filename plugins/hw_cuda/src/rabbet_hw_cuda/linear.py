@@ -30,6 +30,8 @@ class CudaLinear(LinearBackend):
         refusals = []
         if query.device_type != "cuda":
             refusals.append(Refusal(code="DEVICE", message=f"runs on cuda, not on {query.device_type}"))
+        if query.arch.startswith("gfx"):
+            refusals.append(Refusal(code="ARCH", message=f"tiles are those of NVIDIA's GPUs, not of {query.arch}"))
         if query.dtype not in _DTYPES:
             refusals.append(Refusal(code="DTYPE", message=f"{query.dtype}; {', '.join(_DTYPES)} are supported"))
         if query.weight_dtype != query.dtype:
