@@ -5,6 +5,7 @@ Shapes: T tokens, B requests, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from rabbet.contracts.attention import (
     KVLayout,
 )
 from rabbet.types.kv import KVCacheSpec
+from rabbet_attention_triton.amd import amd_shape
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,7 @@ _SHORTEST = 64
 """Keys that a split has at least: fewer cost more in adding up than they gain."""
 _PROGRAMS = 8
 """Programs of a decode for each processor, two of which run at a time."""
+_DECODE_OPTIONS = {"num_warps": 4, "num_stages": 3}
 _MOST_ROWS = 64
 """Rows of a decode tile: query tokens of a request times heads of a group."""
 
@@ -133,6 +136,9 @@ class TritonAttention(AttentionBackend):
         self._columns = 64 if self._width <= 128 else 32
         if query.dtype == "float32":
             self._columns = 32
+        self._amd = amd_shape(query.arch)
+        if self._amd is not None:
+            self._columns = min(self._columns, self._amd.columns)
         device = context.device
         self._processors = 1
         if device.type == "cuda":
@@ -195,7 +201,14 @@ class TritonAttention(AttentionBackend):
         """Rows of a chunk's tile."""
         if self.context.query.dtype == "float32":
             return max(32, self._most_rows)
-        return max(128 if self._width <= 128 else 64, self._most_rows)
+        rows = 128 if self._width <= 128 else 64
+        return max(rows if self._amd is None else min(rows, self._amd.chunk_rows), self._most_rows)
+
+    def _chunk_options(self, rows: int) -> Mapping[str, int]:
+        """Of the launch of tiles with so many rows."""
+        if self._amd is not None:
+            return self._amd.chunk
+        return {"num_warps": 8 if rows >= 128 else 4, "num_stages": 2 if self._width * self._columns > 8192 else 3}
 
     def forward(
         self,
@@ -239,7 +252,7 @@ class TritonAttention(AttentionBackend):
                 *strides, *shared,
                 num_kv_heads, self._group, block_size, head_dim, metadata.decode_rows, self._width, self._columns,
                 _MAX_SPLITS if metadata.splits > 1 else 1, _SHORTEST, *flags, listed is not None, stores, dependent,
-                num_warps=4, num_stages=3,
+                **(_DECODE_OPTIONS if self._amd is None else self._amd.decode),
             )  # fmt: skip
         if metadata.num_tiles:
             rows, tiles = self._chunk_rows(), metadata.tiles
@@ -251,5 +264,5 @@ class TritonAttention(AttentionBackend):
                 num_kv_heads, self._group, block_size, head_dim, rows, self._width, self._columns,
                 1 << (batch.num_requests - 1).bit_length() if tiles is None else 1, metadata.decode_rows, *flags,
                 tiles is not None, dependent,
-                num_warps=8 if rows >= 128 else 4, num_stages=2 if self._width * self._columns > 8192 else 3,
+                **self._chunk_options(rows),
             )  # fmt: skip
