@@ -48,6 +48,10 @@ FAILURES = {
         ("{tiny}", "--scheduling-policy", "fcsf"), EXIT_CONFIG, ("--scheduling-policy", "did you mean fcfs?")
     ),
     "unknown plugin allowed": Failure(("{tiny}", "--plugins-allow", "nothing"), EXIT_CONFIG, ("'nothing'", "matches no")),
+    "plugin whose import hangs": Failure(
+        ("{tiny}", "--plugin", "{root}/hanging.py", "--plugin-import-timeout", "0.1"), EXIT_CONFIG,
+        ("--plugin {root}/hanging.py is not imported after 0.1 s, and waits in line 2", "--plugin-import-timeout"),
+    ),
     "missing plugin file": Failure(("{tiny}", "--plugin", "{root}/none.py"), EXIT_CONFIG, ("{root}/none.py", "No such file")),
     "unknown flag": Failure(("{tiny}", "--max-modellen", "5"), EXIT_CONFIG, ("--max-modellen", "did you mean max-model-len?")),
     "bad value": Failure(("{tiny}", "--max-model-len", "0"), EXIT_CONFIG, ("--max-model-len is 0", "must be positive")),
@@ -124,6 +128,7 @@ def places(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         json.dumps(config | {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"})
     )
     (root / "loud.py").write_text(FAILING_STAT_LOGGER)
+    (root / "hanging.py").write_text("import threading\nthreading.Event().wait()\n")
     os.mkfifo(root / "pipe")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

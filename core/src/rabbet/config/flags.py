@@ -31,6 +31,7 @@ ALIASES = {
     "plugin-prefer": "plugins.prefer",
     "plugin-override": "plugins.override",
     "plugin": "plugins.files",
+    "plugin-import-timeout": "plugins.import_timeout_s",
     "spec-method": "speculative.method",
     "spec-model": "speculative.model",
     "spec-tokens": "speculative.num_speculative_tokens",

@@ -12,15 +12,8 @@ def policy_of(config: EngineConfig) -> PluginPolicy:
     """The operator's rules for plugins."""
     plugins = config.plugins
     return PluginPolicy(
-        allow=tuple(plugins.allow),
-        deny=tuple(plugins.deny),
-        mode=plugins.mode,
-        prefer=dict(plugins.prefer),
-        override=dict(plugins.override),
-        is_strict=plugins.strict,
-        auto=plugins.auto,
-        files=tuple(plugins.files),
-        locked=plugins.locked,
-        certificates=plugins.certificates,
-        is_checked=plugins.check,
-    )
+        allow=tuple(plugins.allow), deny=tuple(plugins.deny), mode=plugins.mode, prefer=dict(plugins.prefer),
+        override=dict(plugins.override), is_strict=plugins.strict, auto=plugins.auto, files=tuple(plugins.files),
+        locked=plugins.locked, certificates=plugins.certificates, is_checked=plugins.check,
+        import_timeout_s=plugins.import_timeout_s,
+    )  # fmt: skip

@@ -242,6 +242,7 @@ class PluginsConfig:
     strict: bool = _option(False, "What auto would pass over is an error, unless it is for other hardware")
     auto: Literal["bundled", "any"] = _option("bundled", "Whose plugins auto may take")
     files: list[str] = _listed("One-file plugins, by path")
+    import_timeout_s: Seconds = _option(300.0, "Seconds that the import of such a file may take")
     certificates: str = _option("~/.config/rabbet/certificates", "Directory of certificates, named KIND-NAME.json")
     locked: str = _option("", "Lock file; refuse to start if other plugins are installed than it says")
     check: bool = _option(False, "Check each call of a plugin; slow, for authors, needs rabbet-sdk")

@@ -45,7 +45,7 @@ class Catalog:
         if policy.locked:
             require_locked(Path(policy.locked), found.entries, policy.files)
         for file in policy.files:
-            stage_file(Path(file))
+            stage_file(Path(file), limit_s=policy.import_timeout_s)
         entries = [*found.entries, *_staged(found.entries)]
         policy.check((entry.kind, entry.name, entry.distribution) for entry in entries)
         for rules, option in ((policy.prefer, "--plugin-prefer"), (policy.override, "--plugin-override")):

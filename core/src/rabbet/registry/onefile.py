@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import importlib.util
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 from rabbet._util.files import read_bytes
@@ -30,11 +32,17 @@ def module_name(path: Path) -> str:
     return f"{MODULE_PREFIX}{path.stem}_{digest[:16]}"
 
 
-def stage_file(path: Path) -> str:
+def stage_file(path: Path, *, limit_s: float = 300.0) -> str:
     """Import the file once, so that its decorators stage what it registers; returns the module's name.
 
+    It is imported in a thread of its own. One that waits for ever is left there, and ends with the process.
+
+    Args:
+        path: The file.
+        limit_s: Seconds that its import may take.
+
     Raises:
-        PluginLoadError: If the file cannot be read or fails to import.
+        PluginLoadError: If the file cannot be read, fails to import, or takes too long.
     """
     with contextlib.suppress(RuntimeError, ValueError):  # no such user, links in a circle, NUL: reading it tells
         path = path.expanduser().resolve()
@@ -46,10 +54,31 @@ def stage_file(path: Path) -> str:
         raise PluginLoadError(f"--plugin {path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
-        with watch(str(path), name):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a plugin's code may raise anything
-        sys.modules.pop(name, None)
-        raise PluginLoadError(f"--plugin {path} failed to import: {type(error).__name__}: {error}") from error
-    return name
+    ends: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            with watch(str(path), name):
+                spec.loader.exec_module(module)  # type: ignore[union-attr]
+            ends.append(None)
+        except BaseException as error:  # a plugin's code may raise anything
+            ends.append(error)
+
+    thread = threading.Thread(target=work, name=f"import {path}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if ends == [None]:
+        return name
+    sys.modules.pop(name, None)
+    if ends:
+        raise PluginLoadError(f"--plugin {path} failed to import: {type(ends[0]).__name__}: {ends[0]}") from ends[0]
+    told = f"is not imported after {limit_s:g} s{_place(thread, path)}; mend it, or raise --plugin-import-timeout"
+    raise PluginLoadError(f"--plugin {path} {told}")
+
+
+def _place(thread: threading.Thread, path: Path) -> str:
+    """Where in the file the thread is."""
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread.ident or 0)):
+        if frame.f_code.co_filename == str(path):
+            return f", and waits in line {line}"
+    return ""

@@ -32,6 +32,7 @@ class PluginPolicy:
         files: One-file plugins to load, by path.
         locked: A lock file that what is installed has to equal; empty for none.
         certificates: Directory of the operator's certificates.
+        import_timeout_s: Seconds that the import of a one-file plugin may take.
         is_checked: Each call of a plugin goes through the installed checkers.
     """
 
@@ -45,6 +46,7 @@ class PluginPolicy:
     files: tuple[str, ...] = ()
     locked: str = ""
     certificates: str = "~/.config/rabbet/certificates"
+    import_timeout_s: float = 300.0
     is_checked: bool = False
 
     def denies(self, kind: str, name: str, distribution: str, *, is_bundled: bool) -> str | None:

@@ -207,26 +207,14 @@ def _refused(kind: str, entry: Entry, refusals: Sequence[Refusal], asked_by: str
 
 def _rejection(entry: Entry, state: State, reasons: Sequence[str] = ()) -> Rejection:
     return Rejection(
-        name=entry.name,
-        distribution=entry.label,
-        priority=entry.priority,
-        state=state.value,
+        name=entry.name, distribution=entry.label, priority=entry.priority, state=state.value,
         reasons=tuple(reason for reason in reasons if reason),
-    )
+    )  # fmt: skip
 
 
 def _decision(entry: Entry, scope: str, asked_by: str, rejected: tuple[Rejection, ...]) -> Decision:
     return Decision(
-        kind=entry.kind,
-        scope=scope,
-        name=entry.name,
-        value=entry.value,
-        distribution=entry.distribution,
-        version=entry.version,
-        contract=entry.contract,
-        priority=entry.priority,
-        asked_by=asked_by,
-        rejected=rejected,
-        file=str(entry.file or ""),
-        is_checked=entry.is_checked,
-    )
+        kind=entry.kind, scope=scope, name=entry.name, value=entry.value, distribution=entry.distribution,
+        version=entry.version, contract=entry.contract, priority=entry.priority, asked_by=asked_by, rejected=rejected,
+        file=str(entry.file or ""), is_checked=entry.is_checked,
+    )  # fmt: skip

@@ -47,8 +47,9 @@ class _Worker:
         self._start = start
         make_visible(start)
         self._resolved = resolved_from_bytes(start.resolved)
-        for file in self._resolved.config.plugins.files:
-            stage_file(Path(file))
+        plugins = self._resolved.config.plugins
+        for file in plugins.files:
+            stage_file(Path(file), limit_s=plugins.import_timeout_s)
         self._resolved.composition.verify()
         self._runner = DeviceRunner(
             self._resolved, rank=start.rank, world_size=start.world_size, init_method=start.init_method
