@@ -10,8 +10,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,23 +66,35 @@ def test_there_is_a_tutorial_for_each_story() -> None:
     assert {page.stem for page in TUTORIALS} >= {"quantization", "platform", "proposer", "model"}
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    work = tmp_path / "work"
-    work.mkdir()
-    steps = blocks(page.read_text(encoding="utf-8"))
-    assert steps
-    script = "set -eo pipefail\n" + "".join(f"{step.code}\necho '{MARK}'\n" for step in steps)
+def paste(page: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run the bash blocks of a page, each followed by ``MARK``."""
+    (directory / "home").mkdir()
+    (directory / "work").mkdir()
+    script = "set -eo pipefail\n" + "".join(f"{step.code}\necho '{MARK}'\n" for step in blocks(page.read_text(encoding="utf-8")))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RABBET", "PYTHON"))}
     environment |= {
-        "HOME": str(tmp_path / "home"), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(directory / "home"), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    return subprocess.run(
+        ["bash", "-c", script], cwd=directory / "work", env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pasted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[Any]]]:
+    """All pages that are asked for, two at a time: a page mostly waits for one interpreter after another to begin."""
+    pages = [item.callspec.params["page"] for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    with ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(paste, page, tmp_path_factory.mktemp(page.stem)) for page in pages}
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_as_it_stands(page: Path, pasted: dict[Path, Future[Any]]) -> None:
+    steps = blocks(page.read_text(encoding="utf-8"))
+    assert steps
+    done = pasted[page].result()
     *outputs, rest = done.stdout.split(f"{MARK}\n")
     assert done.returncode == 0, f"block {len(outputs) + 1} of {page.name}:\n{steps[len(outputs)].code}\n{rest[-4000:]}"
     for number, (step, output) in enumerate(zip(steps, outputs, strict=True), 1):
