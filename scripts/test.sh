@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 make_environment "${RABBET_TEST_VENV:-.cache/test-venv}" dev
 
-ruff check core sdk plugins tests scripts
+ruff check core sdk libs plugins tests scripts
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ $# -eq 0 ]; then set -- -m "not slow"; fi
 python -m pytest "$@"

@@ -9,7 +9,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 python=${PYTHON:-python3}
-for distribution in . catalog core sdk plugins/*; do
+for distribution in . catalog core sdk libs/* plugins/*; do
     # A copy: setuptools leaves build folders beside the sources, and a stale one would end up in the wheel.
     name=$(basename "$(realpath "$distribution")")
     mkdir -p "$work/$name"

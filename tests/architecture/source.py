@@ -26,6 +26,11 @@ def plugin_roots() -> list[Path]:
     return sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 
 
+def lib_roots() -> list[Path]:
+    """What several plugins share: distributions that are no plugins."""
+    return sorted(path.parent for path in (ROOT / "libs").glob("*/pyproject.toml"))
+
+
 def plugin_files(root: Path) -> list[Path]:
     return sorted((root / "src").rglob("*.py"))
 
@@ -35,7 +40,7 @@ def sdk_files() -> list[Path]:
 
 
 def all_files() -> list[Path]:
-    return core_files() + sdk_files() + [path for root in plugin_roots() for path in plugin_files(root)]
+    return core_files() + sdk_files() + [path for root in lib_roots() + plugin_roots() for path in plugin_files(root)]
 
 
 @cache

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from source import CORE, ROOT, core_files, imports, plugin_files, plugin_roots, tree
+from source import CORE, ROOT, core_files, imports, lib_roots, plugin_files, plugin_roots, tree
 
 FIRST_LINE = {"errors", "_util", "types", "contracts", "registry", "config", "metrics"}
 ALLOWED = {
@@ -79,7 +79,7 @@ def test_core_names_no_plugin() -> None:
     import ast
 
     wrong = []
-    names = [root.name for root in plugin_roots()]
+    names = [root.name for root in lib_roots() + plugin_roots()]
     forbidden = {f"rabbet_{name}" for name in names} | {f"rabbet-{name.replace('_', '-')}" for name in names}
     for path in core_files():
         for node in ast.walk(tree(path)):
@@ -95,16 +95,23 @@ def test_core_names_no_plugin() -> None:
 
 @pytest.mark.parametrize("root", plugin_roots(), ids=lambda root: root.name)
 def test_plugin_imports_the_public_surface_only(root: Path) -> None:
-    own = f"rabbet_{root.name}"
+    own = {f"rabbet_{one.name}" for one in (root, *lib_roots())}
     wrong = []
     for path in plugin_files(root):
         for module, line, _ in imports(path):
             top = module.split(".")[0]
-            if top.startswith("rabbet_") and top != own:
+            if top.startswith("rabbet_") and top not in own:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports another plugin: {module}")
             if top == "rabbet" and module.split(".")[1] not in PUBLIC:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong
+
+
+@pytest.mark.parametrize("root", lib_roots(), ids=lambda root: root.name)
+def test_a_library_of_plugins_knows_nothing_of_rabbet_and_is_none(root: Path) -> None:
+    tops = {module.split(".")[0] for path in plugin_files(root) for module, _, _ in imports(path)}
+    assert not {top for top in tops if top == "rabbet" or top.startswith("rabbet_")} - {f"rabbet_{root.name}"}
+    assert "entry-points" not in (root / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def test_only_the_registry_reads_entry_points() -> None:
@@ -141,7 +148,7 @@ def test_no_dangerous_calls() -> None:
     import ast
 
     wrong = []
-    for path in core_files() + [file for root in plugin_roots() for file in plugin_files(root)]:
+    for path in core_files() + [file for root in lib_roots() + plugin_roots() for file in plugin_files(root)]:
         for module, line, _ in imports(path):
             if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")

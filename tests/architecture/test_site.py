@@ -14,7 +14,7 @@ from source import ROOT
 
 PAGES = [
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "sdk" / "README.md",
-    *sorted(ROOT.glob("plugins/*/README.md")), *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("libs/*/README.md")), *sorted(ROOT.glob("plugins/*/README.md")), *sorted((ROOT / "docs").rglob("*.md")),
 ]  # fmt: skip
 INDEX = ROOT / "docs" / "index.md"
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)

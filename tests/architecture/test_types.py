@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from source import ROOT, plugin_roots
+from source import ROOT, lib_roots, plugin_roots
 
 
 def test_strict_types(tmp_path_factory: pytest.TempPathFactory) -> None:
     pytest.importorskip("mypy", reason="mypy comes with the extra dev")
-    sources = [ROOT / "core" / "src", ROOT / "sdk" / "src", *(root / "src" for root in plugin_roots())]
+    sources = [ROOT / "core" / "src", ROOT / "sdk" / "src", *(root / "src" for root in lib_roots() + plugin_roots())]
     # Beside the checkout's own cache, which makes all runs but the first quick; a read-only checkout has none.
     cache = ROOT / ".mypy_cache"
     if not _is_writable(cache):

@@ -18,7 +18,13 @@ from rabbet.config.flags import ALIASES, SHORT, fields
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/*.md"), *ROOT.glob("sdk/*.md"))
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("libs/*/*.md"),
+        *ROOT.glob("plugins/*/*.md"),
+        *ROOT.glob("sdk/*.md"),
+    )
     if "build" not in path.parts
 )
 COMMAND = str(Path(sys.executable).with_name("rabbet"))

@@ -20,9 +20,13 @@ if __name__ == "__main__":
 
 
 def test_wheels_generate_a_token_in_a_new_environment(wheel_environment, tmp_path: Path) -> None:
-    plugins = {f"rabbet_{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml")}
+    parts = {
+        f"rabbet_{path.parent.name}"
+        for folder in ("libs", "plugins")
+        for path in ROOT.glob(f"{folder}/*/pyproject.toml")
+    }
     built = {path.name.split("-")[0] for path in wheel_environment.wheels.glob("*.whl")}
-    assert built == {"rabbet", "rabbet_catalog", "rabbet_core", "rabbet_sdk"} | plugins
+    assert built == {"rabbet", "rabbet_catalog", "rabbet_core", "rabbet_sdk"} | parts
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     out = wheel_environment.run(str(wheel_environment.bin / "python"), str(program), str(ROOT))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rabbet_attention_triton import launch
 from rabbet_attention_triton.amd import amd_shape
 from rabbet_attention_triton.backend import TritonAttention
+from rabbet_triton import launch
 
 from rabbet.contracts.attention import AttentionContext, AttentionQuery
 from rabbet.types.kv import KVCacheSpec

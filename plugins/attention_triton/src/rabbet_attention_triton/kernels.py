@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from rabbet_attention_triton.launch import IS_INTERPRETED, enter, wait_for_inputs
+from rabbet_triton.launch import IS_INTERPRETED, enter, wait_for_inputs
 
 __all__ = ["chunk_kernel", "decode_kernel", "store_kernel"]
 

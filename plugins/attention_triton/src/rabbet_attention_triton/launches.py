@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rabbet_triton.launch import Kernel, dependence
+
 from rabbet_attention_triton.kernels import chunk_kernel, decode_kernel, store_kernel
-from rabbet_attention_triton.launch import Kernel, dependence
 
 __all__ = ["chunk", "decode", "dependence", "store"]
 

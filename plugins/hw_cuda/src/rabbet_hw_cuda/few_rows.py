@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from rabbet_triton.launch import Kernel, dependence
 
-from rabbet_hw_cuda.launch import Kernel, dependence
 from rabbet_hw_cuda.linear_kernels import few_kernel, one_kernel
 
 __all__ = ["multiply"]

@@ -6,9 +6,9 @@ Shapes: T tokens, N hidden size, H heads, D head size.
 from __future__ import annotations
 
 import torch
+from rabbet_triton.launch import Kernel, dependence
 
 from rabbet.contracts.layer_ops import LayerOps
-from rabbet_hw_cuda.launch import Kernel, dependence
 from rabbet_hw_cuda.ops_kernels import gated_kernel, rms_norm_kernel, rotary_kernel
 
 __all__ = ["TritonLayerOps"]
@@ -93,9 +93,7 @@ class TritonLayerOps(LayerOps):
         is_neox: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``LayerOps``; in place."""
-        return self._rotary(
-            q_THD, k_TKD, q_weight_D, k_weight_D, eps, positions_T, cos_sin_PR, is_neox=is_neox
-        )
+        return self._rotary(q_THD, k_TKD, q_weight_D, k_weight_D, eps, positions_T, cos_sin_PR, is_neox=is_neox)
 
     def _rotary(
         self,

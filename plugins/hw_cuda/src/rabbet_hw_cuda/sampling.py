@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 import triton
+from rabbet_triton.launch import Kernel, dependence
 
 from rabbet.contracts.platform import DrawBatch
-from rabbet_hw_cuda.launch import Kernel, dependence
 from rabbet_hw_cuda.sampling_kernels import chunk_kernel, row_kernel
 
 __all__ = ["draw"]

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from rabbet_hw_cuda.launch import enter, wait_for_inputs
+from rabbet_triton.launch import enter, wait_for_inputs
 
 __all__ = ["chunk_kernel", "row_kernel"]
 

@@ -1,4 +1,4 @@
-"""What all kernels here share: Triton's interpreter, and launches that begin before the kernel in front has ended.
+"""What kernels in Triton share: Triton's interpreter, and launches that begin before the kernel in front has ended.
 
 A kernel that is launched dependent (CUDA C++ Programming Guide, "Programmatic Dependent Launch") starts as the one in front
 of it runs out, and waits with ``wait_for_inputs`` before it reads what others wrote or writes anything. Weights may be
@@ -21,13 +21,15 @@ __all__ = ["IS_INTERPRETED", "Kernel", "dependence", "enter", "wait_for_inputs"]
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Triton's interpreter keeps bfloat16 as bits, knows no launches, and multiplies in float32 only."""
 
+_IS_HIP = torch.version.hip is not None
 _FIRST_DEPENDENT = 9
 """Compute capability of the first GPUs that launch kernels so."""
 
 
 @cache
 def _has_dependent(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= _FIRST_DEPENDENT
+    # AMD's GPUs have capabilities of 9 and more, and no such launches.
+    return not _IS_HIP and torch.cuda.get_device_capability(device)[0] >= _FIRST_DEPENDENT
 
 
 def dependence(x: torch.Tensor, *, is_small: bool) -> int:
@@ -55,7 +57,9 @@ class Kernel:
         self._kinds = [(parameter.is_constexpr, parameter.do_not_specialize) for parameter in parameters]
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, grid: Sequence[int], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:
+    def __call__(
+        self, grid: Sequence[int], *arguments: Any, num_warps: int, num_stages: int = 3, **options: int
+    ) -> None:
         """Launch on the current stream.
 
         Args:
@@ -63,6 +67,7 @@ class Kernel:
             arguments: All of the kernel's, in order, constants among them. The last is DEPENDENT.
             num_warps: Warps a program.
             num_stages: Stages of pipelined loops.
+            options: Others of Triton's compiler, the same in all launches of a kernel on a device.
         """
         if IS_INTERPRETED.value:
             self._function[tuple(grid)](*arguments)
@@ -73,12 +78,16 @@ class Kernel:
                 key.append(argument)
             elif isinstance(argument, torch.Tensor):
                 key.append((argument.dtype, argument.data_ptr() % 16 == 0))
+                if _IS_HIP:
+                    # There offsets into what is smaller are compiled as 32 bits.
+                    key.append(argument.untyped_storage().size() < 1 << 31)
             elif isinstance(argument, int) and not is_any:
                 key.append(1 if argument == 1 else (argument % 16 == 0, argument.bit_length() > 31))
         fixed = tuple(key)
         compiled = self._compiled.get(fixed)
         if compiled is None:
-            options = {"launch_pdl": True} if arguments[-1] else {}
+            if arguments[-1]:
+                options["launch_pdl"] = True
             self._compiled[fixed] = self._function[tuple(grid)](
                 *arguments, num_warps=num_warps, num_stages=num_stages, **options
             )

@@ -1,0 +1,1 @@
+"""What plugins with kernels in Triton share; a library, which registers nothing."""
