@@ -96,7 +96,7 @@ class Engine:
     """Requests with their blocks; plans are made as a scheduler would, one step ahead of the results."""
 
     def __init__(
-        self, *, sizes: Sequence[int], token_sizes: Sequence[int], num_groups: int = 2, fails: bool = False
+        self, *, sizes: Sequence[int], token_sizes: Sequence[int], num_groups: int = 2, fails: bool = False, is_warm: bool = True
     ) -> None:
         self.slots = Slots(num_slots=NUM_SLOTS, max_model_len=MAX_LEN, num_groups=num_groups, block_size=BLOCK)
         self.model, self.platform = Model(num_groups), Platform(fails=fails)
@@ -108,7 +108,8 @@ class Engine:
         self.next_block = 1
         self.groups = num_groups
         self.step_id = 0
-        self.launcher.capture_all()
+        if is_warm:
+            self.launcher.capture_all()
         self.model.calls.clear()
 
     def step(
@@ -225,3 +226,10 @@ def test_what_cannot_be_captured_runs_operation_by_operation() -> None:
     engine = Engine(sizes=(4,), token_sizes=(16,), fails=True)
     assert engine.launcher.sizes == engine.launcher.token_sizes == ()
     assert story(engine) == expected
+
+
+def test_nothing_is_captured_before_its_turn() -> None:
+    engine = Engine(sizes=(4,), token_sizes=(16,), fails=True, is_warm=False)
+    assert engine.step({"a": 2}, {"a": (2, GREEDY)})().sampled_token_ids.keys() == {"a"}
+    engine.step({"a": 1})()
+    assert not any(batch.is_ragged for batch in engine.model.calls)

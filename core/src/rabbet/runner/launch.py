@@ -190,7 +190,8 @@ class Launcher:
         num_tokens = int(counts.sum())
         is_decode = num_tokens == count == len(samples)
         sizes, needed = (self.sizes, count) if is_decode else (self.token_sizes, num_tokens)
-        size = next((size for size in sizes if size >= needed), 0)
+        # Before ``capture_all`` there is none: the step that warms up must not capture, which may fail.
+        size = next((size for size in sizes if size >= needed and (size, not is_decode) in self._captured), 0)
         self._turn = (self._turn + 1) % _RING
         at: slice | np.ndarray = slice(len(samples))
         if size and is_decode:
