@@ -65,6 +65,8 @@ def test_large_wrong_prompts_are_refused_as_small_ones_are(site: Any, prompt: An
 def test_prompts_times_n_have_a_bound_of_their_own(make_site: Callable[..., Any]) -> None:
     site = make_site(max_outputs=6)
     assert len(site.answer(COMPLETIONS, {"prompt": ["x", "y", "z"], "n": 2, "max_tokens": 1})["choices"]) == 6
+    error = site.error(COMPLETIONS, {"prompt": ["x", "y"], "n": 0})
+    assert error["message"] == "n is 0, but must be an integer from 1 to 128 (--max-n)" and error["param"] == "n"
     error = site.error(COMPLETIONS, {"prompt": ["x", "y"], "n": 4})
     assert error["param"] == "n" and "8 outputs, the limit is 6 (--max-outputs)" in error["message"]
     assert len(site.engine.requests) == 6

@@ -67,8 +67,9 @@ def _common(body: SamplingRequest, defaults: Mapping[str, Any], state: ServerSta
     values = {key: value for key, value in defaults.items() if key != "max_tokens"}
     given = body.model_fields_set
     values |= {key: getattr(body, key) for key in _COPIED if key in given and getattr(body, key) is not None}
-    if body.n > limits.max_n:
-        raise InvalidRequestError(f"n is {body.n}, the limit is {limits.max_n} (--max-n)", field="n", value=body.n)
+    if not 1 <= body.n <= limits.max_n:
+        rule = "the limit is" if body.n > 0 else "but must be an integer from 1 to"
+        raise InvalidRequestError(f"n is {body.n}, {rule} {limits.max_n} (--max-n)", field="n", value=body.n)
     if "prompt_embeds" in body.unknown_fields:
         text = "prompt_embeds are not taken by this server; send a prompt as text or token ids"
         raise InvalidRequestError(text, field="prompt_embeds")
