@@ -31,8 +31,11 @@ CASES = {
 }
 
 
-def build(rows: list[tuple[int, int]]) -> Callable[[], None]:
-    """A call of one layer's attention, metadata built once as for all layers of a step."""
+def build(
+    rows: list[tuple[int, int]], dim: int = DIM, tune: Callable[[TritonAttention], None] = lambda _: None
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """A call of one layer's attention, metadata built once as for all layers of a step, and its output."""
+    torch.manual_seed(0)
     device = torch.device("cuda")
     blocks = [-(-length // BLOCK) for _, length in rows]
     order = torch.randperm(sum(blocks), dtype=torch.int32) + 1
@@ -54,12 +57,12 @@ def build(rows: list[tuple[int, int]]) -> Callable[[], None]:
         slot_mapping=torch.cat(slots).to(device),
     )  # fmt: skip
     spec = KVCacheSpec(
-        kind=CacheKind.FULL_ATTENTION, block_size=BLOCK, num_kv_heads=KV_HEADS, head_dim=DIM, head_dim_v=DIM,
-        dtype="bfloat16", page_size_bytes=2 * BLOCK * KV_HEADS * DIM * 2, window=None,
+        kind=CacheKind.FULL_ATTENTION, block_size=BLOCK, num_kv_heads=KV_HEADS, head_dim=dim, head_dim_v=dim,
+        dtype="bfloat16", page_size_bytes=2 * BLOCK * KV_HEADS * dim * 2, window=None,
     )  # fmt: skip
     query = AttentionQuery(
         device_type="cuda", arch="", dtype="bfloat16", kv_cache_dtype="bfloat16", num_heads=HEADS, num_kv_heads=KV_HEADS,
-        head_dim=DIM, head_dim_v=DIM, block_size=BLOCK,
+        head_dim=dim, head_dim_v=dim, block_size=BLOCK,
     )  # fmt: skip
     backend = TritonAttention(
         AttentionContext(
@@ -67,13 +70,14 @@ def build(rows: list[tuple[int, int]]) -> Callable[[], None]:
             max_model_len=int(lengths.max()),
         )
     )
-    cache = torch.randn(sum(blocks) + 1, 2, KV_HEADS, BLOCK, DIM, device=device).bfloat16()
-    q = torch.randn(total, HEADS, DIM, device=device).bfloat16()
-    k, v = (torch.randn(total, KV_HEADS, DIM, device=device).bfloat16() for _ in range(2))
+    cache = torch.randn(sum(blocks) + 1, 2, KV_HEADS, BLOCK, dim, device=device).bfloat16()
+    q = torch.randn(total, HEADS, dim, device=device).bfloat16()
+    k, v = (torch.randn(total, KV_HEADS, dim, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(q)
-    layer = AttentionLayerSpec(name="layer", scale=DIM**-0.5)
+    layer = AttentionLayerSpec(name="layer", scale=dim**-0.5)
+    tune(backend)
     made = backend.build_metadata(batch)
-    return lambda: backend.forward(layer, q, k, v, cache, made, out)
+    return (lambda: backend.forward(layer, q, k, v, cache, made, out)), out
 
 
 def median_us(call: Callable[[], Any], repeats: int = 30) -> float:
@@ -106,7 +110,7 @@ def main() -> None:
     results = {}
     arguments = parser.parse_args()
     for name, rows in CASES.items():
-        call = build(rows)
+        call, _ = build(rows)
         call()
         torch.cuda.synchronize()
         alone, graphed = median_us(call), graphed_us(call)

@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
 _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64
-_SHORTEST = 64
+_SHORTEST = 128
 """Keys that a split has at least: fewer cost more in adding up than they gain."""
 _PROGRAMS = 8
 """Programs of a decode for each processor, two of which run at a time."""
@@ -144,6 +144,7 @@ class TritonAttention(AttentionBackend):
         if device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_rows = max(16, int(triton.next_power_of_2(self._group)))
+        self._hopper = launches.hopper_shape(device, query.dtype, query.head_dim, self._group, query.block_size)
         # Sums of splits: as many programs as fill the device a few times over need them at once.
         self._most_partials = max(
             2 * _PROGRAMS * self._processors + query.num_kv_heads, 2 * _MAX_SPLITS * query.num_kv_heads
@@ -256,6 +257,15 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
         if metadata.num_tiles:
             rows, tiles = self._chunk_rows(), metadata.tiles
+            # Its programs walk a list of tiles, which a captured step of any shape has not.
+            if tiles is not None and self._hopper is not None and self._launches.chunk_on_hopper(
+                self._hopper, out_THE, q_THD, kv_cache,
+                (tiles[0], tiles[1], batch.query_start, batch.seq_lens, batch.block_table, sinks, slopes),
+                programs=self._processors, tiles=metadata.num_tiles * num_kv_heads, most_keys=batch.max_seq_len,
+                sizes=(num_kv_heads, self._group, block_size, head_dim), numbers=shared[1:], flags=flags,
+                dependent=dependent,
+            ):  # fmt: skip
+                return
             first, second = (batch.query_start, batch.query_start) if tiles is None else tiles
             self._launches.chunk(
                 (num_kv_heads, metadata.num_tiles, 1),
