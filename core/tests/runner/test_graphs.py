@@ -209,16 +209,20 @@ def test_where_steps_run_ahead_few_sizes_stand_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "supports", "expected"),
+    ("mode", "supports", "weights_bytes", "expected"),
     [
-        (None, [GraphSupport.RAGGED, GraphSupport.RAGGED], (16, 64, 128)),
-        ("FULL_DECODE_ONLY", [GraphSupport.RAGGED], ()),
-        (None, [GraphSupport.RAGGED, GraphSupport.ALWAYS], ()),
+        (None, [GraphSupport.RAGGED, GraphSupport.RAGGED], 1 << 30, (64, 128)),
+        (None, [GraphSupport.RAGGED], 16 << 30, (64, 128)),
+        # Such a step computes for longer than the host needs to launch it.
+        (None, [GraphSupport.RAGGED], 40 << 30, (64,)),
+        ("FULL_DECODE_ONLY", [GraphSupport.RAGGED], 1 << 30, ()),
+        (None, [GraphSupport.RAGGED, GraphSupport.ALWAYS], 1 << 30, ()),
     ],
 )
 def test_mixed_batches_are_captured_where_every_backend_takes_any(
-    mode: Any, supports: list[GraphSupport], expected: tuple[int, ...]
+    mode: Any, supports: list[GraphSupport], weights_bytes: int, expected: tuple[int, ...]
 ) -> None:
     config = SimpleNamespace(compilation=CompilationConfig(cudagraph_mode=mode))
     resolved: Any = SimpleNamespace(config=config, max_num_batched_tokens=200)
-    assert capture_token_sizes(resolved, [Backend(support) for support in supports]) == expected  # type: ignore[misc]
+    backends: Any = [Backend(support) for support in supports]  # type: ignore[misc]
+    assert capture_token_sizes(resolved, backends, weights_bytes) == expected

@@ -26,8 +26,10 @@ _LARGEST = 64
 _LARGEST_PADDED = 512
 _PADDED = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384)
 """Where steps are launched ahead, a batch is filled up to the next of these sizes: each takes its time at the start."""
-_TOKENS = (16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Larger steps compute for so long that launching them operation by operation does not show."""
+_TOKENS = (64, 128, 256, 512, 1024, 2048)
+_MOST_WORK = 3 << 40
+"""Tokens times bytes of weights. More takes a fast GPU 5 ms or longer, in which the host launches such a step operation by
+operation; attention then knows the step's shape, and nothing is computed for tokens that are not there."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, list[AttentionBatch]], torch.Tensor]
 """Token ids, positions and one batch a cache group to logits."""
@@ -49,13 +51,16 @@ def capture_sizes(resolved: ResolvedConfig, platform: Platform, backends: Sequen
     return frozenset(size for size in config.compilation.cudagraph_capture_sizes or default if 0 < size <= most)
 
 
-def capture_token_sizes(resolved: ResolvedConfig, backends: Sequence[AttentionBackend]) -> tuple[int, ...]:
+def capture_token_sizes(
+    resolved: ResolvedConfig, backends: Sequence[AttentionBackend], weights_bytes: int
+) -> tuple[int, ...]:
     """Numbers of tokens to capture for steps that are not decodes, where ``capture_sizes`` allows graphs at all."""
     if resolved.config.compilation.cudagraph_mode == "FULL_DECODE_ONLY":
         return ()
     if any(backend.graph_support() is not GraphSupport.RAGGED for backend in backends):
         return ()
-    return tuple(size for size in _TOKENS if size <= resolved.max_num_batched_tokens)
+    most = min(resolved.max_num_batched_tokens, _MOST_WORK // max(weights_bytes, 1))
+    return tuple(size for size in _TOKENS if size <= most)
 
 
 @dataclass(frozen=True, slots=True)

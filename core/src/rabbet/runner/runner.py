@@ -179,7 +179,7 @@ class DeviceRunner(ModelRunner):
             block_size=resolved.block_size,
         )
         platform = self._platform
-        assert platform is not None
+        assert platform is not None and self._built is not None
         sizes = capture_sizes(resolved, platform, self._backends) if self._model.is_capturable else frozenset()
         if isinstance(platform, SupportsAsyncSteps):
             self._launcher = Launcher(
@@ -191,7 +191,7 @@ class DeviceRunner(ModelRunner):
                 forward=self._forward,
                 compute_logits=self._model.compute_logits,
                 sizes=sorted(sizes),
-                token_sizes=capture_token_sizes(resolved, self._backends) if sizes else (),
+                token_sizes=capture_token_sizes(resolved, self._backends, self._built.weights_bytes) if sizes else (),
             )
         elif sizes and isinstance(platform, SupportsGraphs):
             self._graphs = DecodeGraphs(platform, self._slots, self._compute, sizes, resolved.max_model_len)

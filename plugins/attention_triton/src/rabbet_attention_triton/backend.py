@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
 _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64
-_SHORTEST = 128
+_SHORTEST = 64
 """Keys that a split has at least: fewer cost more in adding up than they gain."""
 _PROGRAMS = 8
 """Programs of a decode for each processor, two of which run at a time."""

@@ -145,13 +145,12 @@ def decode_kernel(
     head = tl.program_id(1)
     split = tl.program_id(2)
     request = tl.load(requests + index) if HAS_LIST else index
-    # All that the rest hangs on is asked for at once: each wait is a tenth of a short decode.
     first = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - first
-    length = tl.load(seq_lens + request)
     # A request of a captured step may have no token now, or so many that they are a chunk's.
     if (count == 0) | (count * G > ROWS):
         return
+    length = tl.load(seq_lens + request)
     lowest = 0
     if HAS_WINDOW:
         lowest = tl.maximum(length - count - window + 1, 0)
@@ -211,9 +210,9 @@ def decode_kernel(
             base = tl.where(most == float("-inf"), 0.0, most)
             weight = tl.sum(all_weight * tl.exp2(all_most - base[None, :]), 0)
             total = tl.zeros((ROWS, WIDTH), tl.float32)
-            for other in range(0, used, 8):
-                # Eight at once, so that their loads wait together.
-                for step in tl.static_range(8):
+            for other in range(0, used, 4):
+                # Four at once, so that their loads wait together.
+                for step in tl.static_range(4):
                     is_there = tl.zeros((ROWS,), tl.int32) + (other + step) < used
                     at = place + other + step
                     its_most = tl.load(
