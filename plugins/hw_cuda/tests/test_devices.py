@@ -155,6 +155,13 @@ def test_wrong_ids_are_told(ids: tuple[str, ...], said: str, driver: Any) -> Non
     assert [item.code for item in refusals] == ["DEVICE_IDS"] and said.split(";")[0] in refusals[0].message
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int8", "float8_e4m3fn"])
+def test_dtypes_that_no_kernel_has_are_refused(dtype: str, driver: Any) -> None:
+    driver((141, 90))
+    (refusal,) = CudaPlatform.supports(PlatformQuery(dtype=dtype))
+    assert refusal.code == "DTYPE" and dtype in refusal.message
+
+
 def test_ranks_need_gpus(driver: Any) -> None:
     driver((141, 90), (141, 90))
     assert not CudaPlatform.supports(PlatformQuery(dtype="bfloat16", num_local_ranks=2))

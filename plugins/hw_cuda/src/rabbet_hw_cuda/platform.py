@@ -28,6 +28,7 @@ __all__ = ["CudaPlatform"]
 
 _GIB = 1 << 30
 _OLDEST = 80
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PREFERENCES = {"attention": ("triton",), "linear": ("cuda",)}
 
 
@@ -60,6 +61,9 @@ class CudaPlatform(Platform, SupportsGraphs, SupportsAsyncSteps):
         if not count:
             what = "the driver tells of no GPU that may be used" if not gpus else f"no GPU of capability {_OLDEST / 10} or newer"
             return (Refusal(code="NO_DEVICE", message=what, fix="nvidia-smi -L; CUDA_VISIBLE_DEVICES"),)
+        if query.dtype not in _DTYPES:
+            message = f"{query.dtype}; {', '.join(_DTYPES)} are supported"
+            refusals.append(Refusal(code="DTYPE", message=message, fix="--dtype bfloat16"))
         if query.device_ids:
             try:
                 count = len(choose(gpus, query.device_ids))
