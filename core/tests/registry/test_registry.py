@@ -23,7 +23,8 @@ from rabbet.errors import (
     UnknownPluginError,
 )
 from rabbet.registry import Catalog, Composition, HookBus, PluginPolicy, compose, select
-from rabbet.registry.describe import doctor, explain, list_plugins, plugin_info
+from rabbet.registry.describe import doctor, explain, list_plugins, plugin_info, shadowed
+from rabbet.registry.discover import discover
 from rabbet.registry.entry import State
 
 Write = Callable[..., str]
@@ -60,6 +61,26 @@ def test_what_a_build_left_beside_the_sources_is_told_once(
     assert [record.getMessage() for record in caplog.records] == [
         "acme is installed twice (editable and as a wheel?) and taken once; rabbet plugins doctor shows where"
     ]
+
+
+def test_what_an_editable_build_left_beside_the_sources_is_no_second_installation(
+    site: Path, fake_dist: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``pip install -e`` with setuptools leaves it, so that every plugin's author would be warned at each command."""
+    fake_dist()
+    info = site / "acme-1.0.dist-info"
+    (info / "direct_url.json").write_text('{"url": "file:///acme", "dir_info": {"editable": true}}')
+    left = site / "src/acme.egg-info"
+    left.mkdir(parents=True)
+    (left / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (left / "entry_points.txt").write_text((info / "entry_points.txt").read_text())
+    places = [str(site), str(site / "src")]
+    count = len(scan(site).entries)
+    caplog.clear()
+    assert len(discover(places).entries) == count and not caplog.records
+    assert shadowed(places) == []
+    # Nothing else says what they are: then they are what is there.
+    assert len(discover([str(site / "src")]).entries) == count
 
 
 def test_name_is_found_whatever_its_case_and_dashes(site: Path, fake_dist: Write) -> None:

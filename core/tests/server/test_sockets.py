@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import uvicorn
 
+from rabbet.config.schema import ServerConfig
 from rabbet.server.connection import Connection
+from rabbet.server.listen import reach_of
 
 PATH = "/v1/completions"
 Work = Callable[[str, int], Coroutine[Any, Any, None]]
@@ -296,3 +298,16 @@ def test_a_body_whose_length_is_told_twice_is_refused(site: Any, serve: Callable
         writer.close()
 
     serve(work)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, " (and at every address of this machine, without a key)"),
+        ({"host": "::", "api_key": ["k"]}, " (and at every address of this machine, with a key)"),
+        ({"host": "127.0.0.1"}, ""),
+        ({"uds": "/tmp/x.sock"}, ""),
+    ],
+)
+def test_a_server_that_is_open_to_the_network_says_so(options: dict[str, Any], said: str) -> None:
+    assert reach_of(ServerConfig(**options)) == said

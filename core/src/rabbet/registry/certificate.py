@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from rabbet._util.files import read_text
+from rabbet._util.installed import is_editable
 from rabbet.contracts.kinds import MANIFEST_GROUP
 from rabbet.contracts.registration import normalise_name
 from rabbet.registry.entry import Entry
@@ -117,8 +118,7 @@ def wheel_digest(distribution: Distribution) -> str | None:
     Rows of the metadata, of compiled caches, of a certificate and of what lies outside the packages (scripts) are
     left out: they differ with the installer. Equal to ``wheel_digest_of`` the wheel that was installed.
     """
-    direct = distribution.read_text("direct_url.json")
-    if direct and json.loads(direct).get("dir_info", {}).get("editable"):
+    if is_editable(distribution):
         return None
     return _digest((file.as_posix(), file.hash.value if file.hash else "") for file in distribution.files or ())
 

@@ -16,6 +16,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from rabbet._util.installed import without_leftovers
 from rabbet.contracts.kinds import KINDS, MANIFEST_GROUP
 from rabbet.contracts.registration import normalise_name
 from rabbet.registry.certificate import package_directory
@@ -84,10 +85,10 @@ def discover(path: Sequence[str] | None = None) -> Found:
 
 
 def installed_distributions(path: Sequence[str] | None = None) -> Iterable[Distribution]:
-    """What is on the path, doubles included."""
+    """What is on the path, doubles included, but not what builds of editable installations left beside sources."""
     if path is None:
-        return distributions()
-    return MetadataPathFinder.find_distributions(DistributionFinder.Context(path=list(path)))
+        return without_leftovers(distributions())
+    return without_leftovers(MetadataPathFinder.find_distributions(DistributionFinder.Context(path=list(path))))
 
 
 def catalogs(found: Iterable[Distribution], owner: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -98,6 +98,13 @@ def address_of(server: ServerConfig) -> str:
     return server.uds or f"{server.host or '0.0.0.0'}:{server.port}"
 
 
+def reach_of(server: ServerConfig) -> str:
+    """Who else finds it, for the line that says where it is: empty where ``--host`` or a socket file says it."""
+    if server.uds or (server.host or "0.0.0.0") not in ("0.0.0.0", "::"):
+        return ""
+    return f" (and at every address of this machine, {'with' if server.api_key else 'without'} a key)"
+
+
 def url_of(server: ServerConfig, listener: socket.socket) -> str:
     """Where a client on this machine finds the server."""
     if server.uds:

@@ -28,7 +28,7 @@ from rabbet.server.app import build_app
 from rabbet.server.choices import parsers_of, stat_loggers_of
 from rabbet.server.connection import Connection
 from rabbet.server.errors import ShuttingDownError
-from rabbet.server.listen import address_of, bind, check_tls, release, url_of
+from rabbet.server.listen import address_of, bind, check_tls, reach_of, release, url_of
 from rabbet.server.middleware import MAX_HEAD_BYTES
 from rabbet.server.state import ServerState
 
@@ -225,9 +225,10 @@ class _Server:
         llm.settle()
         info = llm.model_info
         logger.info(
-            "ready at %s after %.1f s: model %s, %s, context %d tokens, %.1f requests of that length at once, docs at "
+            "ready at %s%s after %.1f s: model %s, %s, context %d tokens, %.1f requests of that length at once, docs at "
             "%s, composition %s",
             self._url,
+            reach_of(self._config),
             time.monotonic() - started,
             ", ".join(info.names),
             info.dtype,
