@@ -90,6 +90,7 @@ def pasted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield {page: pool.submit(paste, page, tmp_path_factory.mktemp(page.stem)) for page in pages}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_it_stands(page: Path, pasted: dict[Path, Future[Any]]) -> None:
     steps = blocks(page.read_text(encoding="utf-8"))
