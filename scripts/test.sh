@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The test suite, in an environment that this script makes. Arguments go to pytest; without any, tests marked slow are left out:
-# an attention suite of which a shorter one runs, and compositions of every pair, take minutes on two cores. All: bash scripts/test.sh -m ""
+# the tutorials, an attention suite of which a shorter one runs, and compositions of every pair take minutes on two cores. All: bash scripts/test.sh -m ""
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/_environment.sh
