@@ -244,7 +244,7 @@ def test_a_cancelled_start_leaves_no_process(model_dir: Path, options: dict[str,
         with pytest.raises((asyncio.CancelledError, EngineDeadError)):
             await task
         children = Path("/proc/self/task").glob("*/children")
-        engines = [pid for path in children for pid in path.read_text().split() if "rabbet" in _command(pid)]
+        engines = [pid for path in children for pid in path.read_text().split() if "rabbet.engine" in _command(pid)]
         assert engines == []
 
     asyncio.run(main())
